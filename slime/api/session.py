@@ -322,7 +322,7 @@ class Session:
         if not (folder / _STATE).is_file():
             raise Refused(f"{folder} has no {_STATE}: save_state did not finish there")
         state = json.loads((folder / _STATE).read_text())
-        self.wait(self._actor.start(TrainActor.load, str(folder / "actor")))
+        self.wait(self._actor.start(TrainActor.load, folder / "actor"))
         self._accumulated = False
         self.steps = state["steps"]
         self._prompts = state["prompts"]
@@ -331,7 +331,7 @@ class Session:
     def save_hf(self, path: str | Path) -> Path:
         """Write the weights as a Hugging Face folder, or an adapter in PEFT's files."""
         with self._obeying(self._open()):
-            self._actor.save_hf(str(Path(path).absolute()))
+            self._actor.save_hf(Path(path).absolute())
         return Path(path)
 
     def on_backend(self, call: Callable[..., T], *arguments: Any) -> Future[T]:

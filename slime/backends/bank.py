@@ -18,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from slime.backends.base import TrainNeeds
 from slime.backends.collectives import local
 from slime.backends.offload import HostArena, host_tensors
-from slime.config.args import Args
-from slime.config.run import weights_path
+from slime.config.cluster import ClusterConfig
+from slime.config.run import CheckpointConfig, weights_path
 
 logger = logging.getLogger(__name__)
 LIVE = "actor"
@@ -272,15 +272,21 @@ class CopySettings:
     """Whether engines use the same accelerator."""
 
     @classmethod
-    def from_args(cls, args: Args) -> CopySettings:
-        needs = TrainNeeds.from_args(args)
+    def of(
+        cls,
+        needs: TrainNeeds,
+        saved: CheckpointConfig,
+        gpus: ClusterConfig,
+        ref_moves: bool,
+        teacher: str | None,
+    ) -> CopySettings:
         return cls(
             ref=needs.ref_log_probs,
-            ref_load=weights_path(args.ref_load, args.ref_ckpt_step),
-            ref_moves=bool(args.ref_update_interval),
-            teacher_load=weights_path(args.opd_teacher_load) if needs.teacher_log_probs else None,
+            ref_load=weights_path(saved.ref_load, saved.ref_ckpt_step),
+            ref_moves=ref_moves,
+            teacher_load=weights_path(teacher) if needs.teacher_log_probs else None,
             old_actor=needs.old_actor,
-            shares_device=args.colocate or args.offload_train,
+            shares_device=gpus.colocate or gpus.offload_train,
         )
 
 

@@ -90,6 +90,8 @@ class LossSettings:
                 f"{', '.join([*LOSS_TYPES, *parts('loss')])}"
             )
         reducer = args.custom_pg_loss_reducer_function_path
+        tis = args.custom_tis_function_path
+        applies = bool(args.use_tis or custom_setting(args, "use_rs", False))
         custom_loss = args.custom_loss_function_path
         if args.loss_type == "custom_loss" and not custom_loss:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
@@ -104,7 +106,14 @@ class LossSettings:
             use_rollout_logprobs=args.use_rollout_logprobs,
             observation_coef=args.observation_loss_coef,
             opsm_delta=args.opsm_delta if args.use_opsm else None,
-            correction=Correction.from_args(args),
+            correction=Correction(
+                function=load_function(tis) if tis else vanilla_tis_function,
+                applies=applies,
+                by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
+                is_custom=bool(tis),
+            )
+            if applies or args.get_mismatch_metrics
+            else None,
             value_clip=args.value_clip,
             pg_reducer=load_function(reducer) if reducer else None,
             custom_loss=load_function(custom_loss) if custom_loss else None,
@@ -143,19 +152,6 @@ class Correction:
     """
     is_custom: bool
     """Whether the function is that of ``--custom-tis-function-path``."""
-
-    @classmethod
-    def from_args(cls, args: Args) -> Correction | None:
-        applies = bool(args.use_tis or custom_setting(args, "use_rs", False))
-        if not applies and not args.get_mismatch_metrics:
-            return None
-        path = args.custom_tis_function_path
-        return cls(
-            function=load_function(path) if path else vanilla_tis_function,
-            applies=applies,
-            by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
-            is_custom=bool(path),
-        )
 
 
 PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS)

@@ -124,7 +124,10 @@ class SharedBackend:
             initial: The path of the initial weights.
             dtype, may_swap_pointers: As for :class:`WeightBank`.
         """
-        copies = CopySettings.from_args(self.args)
+        args = self.args
+        copies = CopySettings.of(
+            self.needs, args, args, bool(args.ref_update_interval), args.opd_teacher_load
+        )
         actor = self.role == "actor"
 
         def bank(tensors: Sequence[tuple[str, Tensor]]) -> WeightBank:

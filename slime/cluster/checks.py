@@ -50,7 +50,10 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
             print(f"slime: {error}", file=sys.stderr)
             raise SystemExit(2) from error
         raise SystemExit(0)
-    print_warnings(args, asynchronous)
+    # such as that the run will not fit on the GPUs of this machine
+    for name in registry.parts("warning"):
+        for warning in registry.find("warning", name)(args, asynchronous):
+            print(f"slime: warning: {name}: {warning}", file=sys.stderr)
     if words is None and args.max_restarts and not REPORTS.attached:
         registry.find("recovery", "restarts").supervise()
     return args
@@ -68,15 +71,6 @@ def dry_run(args: Args, asynchronous: bool = False) -> None:
         for line in registry.find("report", name)(args, asynchronous):
             print(line)
     print("\ndry run: no process was started and no file was written")
-
-
-def print_warnings(args: Args, asynchronous: bool = False) -> None:
-    """Print the warnings of plug-ins to stderr, such as that the run will not fit on the GPUs of
-    this machine.
-    """
-    for name in registry.parts("warning"):
-        for warning in registry.find("warning", name)(args, asynchronous):
-            print(f"slime: warning: {name}: {warning}", file=sys.stderr)
 
 
 def check_all(args: Args, asynchronous: bool = False) -> list[str]:
@@ -141,22 +135,20 @@ def check_checkpoints(args: Args) -> list[str]:
     from slime.models.checked import check_checkpoint_once, require_tied
 
     problems = []
-    believers = {
-        "Megatron": args.train_backend == "megatron",
-        "SGLang": args.rollout_backend == "sglang",
-    }
-    by_transformers = args.train_backend != "megatron" or args.rollout_backend == "embedded"
+    megatron = args.train_backend == "megatron"
+    sglang = args.rollout_backend == "sglang"
+    by_transformers = not megatron or args.rollout_backend == "embedded"
     for option, path in _here(_named_checkpoints(args)).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
-            for who in (name for name, used in believers.items() if used):
+            for who in ["Megatron"] * megatron + ["SGLang"] * sglang:
                 require_tied(notices, who)
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
     quantization = quantization_of(model_config(args.hf_checkpoint))
     updates = not (args.debug_train_only or args.debug_rollout_only)
-    if quantization is not None and believers["SGLang"] and updates:
+    if quantization is not None and sglang and updates:
         problems.append(
             f"--hf-checkpoint {args.hf_checkpoint} is quantized "
             f"({quantization.get('quant_method')}): SGLang would keep its quantized layers, and the "
@@ -167,16 +159,14 @@ def check_checkpoints(args: Args) -> list[str]:
 
 
 def _named_checkpoints(args: Args) -> dict[str, str]:
-    named = {"--hf-checkpoint": args.hf_checkpoint}
-    if args.load and is_hf_folder(args.load):
-        named["--load"] = args.load
-    if args.use_critic and args.critic_load and is_hf_folder(args.critic_load):
-        named["--critic-load"] = args.critic_load
-    if args.use_kl_loss or args.kl_coef != 0:
-        named["--ref-load"] = args.ref_load
-    if args.opd_teacher_load:
-        named["--opd-teacher-load"] = args.opd_teacher_load
-    return {option: path for option, path in named.items() if path}
+    named = {
+        "--hf-checkpoint": args.hf_checkpoint,
+        "--load": is_hf_folder(args.load) and args.load,
+        "--critic-load": args.use_critic and is_hf_folder(args.critic_load) and args.critic_load,
+        "--ref-load": (args.use_kl_loss or args.kl_coef != 0) and args.ref_load,
+        "--opd-teacher-load": args.opd_teacher_load,
+    }
+    return {option: str(path) for option, path in named.items() if path}
 
 
 def _here(named: dict[str, str]) -> dict[str, str]:
@@ -210,11 +200,10 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
             hooks = [getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook"]
             own_classes = any(path and not str(path).startswith("slime.") for path in hooks)
             snapshot = snapshot_of(args.load, args.ckpt_step, digests=False)
-            if snapshot is not None and (hostile := hostile_file(snapshot.path, own_classes)):
+            place = folder if snapshot is None else snapshot.path
+            if snapshot is not None and (hostile := hostile_file(place, own_classes)):
                 problems.append(f"--load {args.load}: {hostile}")
-            problems += _wrong_backend(
-                args.load, snapshot.path if snapshot is not None else folder, args.train_backend
-            )
+            problems += _wrong_backend(args.load, place, args.train_backend)
             if snapshot is not None and not args.finetune:
                 check_same_old_actor(
                     snapshot.manifest,
@@ -268,7 +257,7 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-    shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
+    shown = ", ".join([*there[:3], *["..."] * (len(there) > 3)])
     return [
         f"--load {named}: neither snapshots (iter_*; in outputs/RUN, these are in checkpoints/), nor "
         "a Hugging Face folder (config.json), nor Megatron weights (torch_dist), nor an adapter "

@@ -58,14 +58,14 @@ class EngineActor:
         settings: EngineSettings,
         start_seconds: float,
         spec: EngineSpec,
-        log_dir: str,
+        log_dir: Path,
         gpu_ids: Sequence[int] | None,
         node: tuple[int, int, str | None],
     ) -> None:
         self.start_seconds = start_seconds
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
-        door().log_to(Path(log_dir), f"engine-actor-{name}")
-        log = Path(log_dir) / f"engine-{name}.log"
+        door().log_to(log_dir, f"engine-actor-{name}")
+        log = log_dir / f"engine-{name}.log"
         self.process = start_engine(settings, spec, door().address(), log, gpu_ids, node)
 
     def wait_ready(self) -> str:
@@ -142,11 +142,10 @@ class Engine(Supervised):
         not answer.
         """
         of_nodes: list[ServerFacts] = self._get("describe")
-        fates = [part["fate"] for part in of_nodes if part["fate"]]
         return {
             **of_nodes[0],
             "alive": all(part["alive"] for part in of_nodes),
-            "fate": next(iter(fates), ""),
+            "fate": next((part["fate"] for part in of_nodes if part["fate"]), ""),
         }
 
     def log_tail(self) -> str:
@@ -211,11 +210,9 @@ class Engine(Supervised):
         gone.
         """
         actors = self.actors
-        limit = SILENT_SECONDS if actors is self._silent else seconds
+        asked = [getattr(actor, method).remote(*arguments) for actor in actors]
         try:
-            answers = door().get(
-                [getattr(actor, method).remote(*arguments) for actor in actors], timeout=limit
-            )
+            answers = door().get(asked, SILENT_SECONDS if actors is self._silent else seconds)
         except NoAnswer:
             self._silent = actors
             raise

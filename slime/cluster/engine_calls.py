@@ -110,7 +110,7 @@ def call_each(fleet: EngineFleet, call: Callable[[EngineHandle], Awaitable[None]
     Raises:
         EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
     """
-    engines = [EngineHandle(url) for url in fleet.urls()]
+    engines = [*map(EngineHandle, fleet.urls())]
     what = "release or resume its memory"
     _, failed = run(on_each(engines, call, what, CONTROL_DEADLINE_SECONDS))
     if failed and not fleet.settings.tolerant:
@@ -179,7 +179,7 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
         return [
             door().create(
                 EngineActor,
-                *(engine, args.start_timeout, spec, str(log_dir)),
+                *(engine, args.start_timeout, spec, log_dir),
                 *(gpus, (rank, len(nodes), rendezvous)),
                 options=placement.engine_options(slot),
                 environment=environment,

@@ -141,14 +141,10 @@ class EngineFleet:
         for engine in self.engines[: self.count]:
             engine.actors = engine.actors or self.launch(engine.index)
 
-    def start(
-        self, progress: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
-    ) -> None:
+    def start(self, progress: Callable[[int, int], None]) -> None:
         """Start all engines at the same time, then the router. The first failure propagates.
         ``progress`` gets the number of engines that have started and that of all."""
-        progress(0, self.count)
         self.begin()
-        meanwhile()
         for done, engine in enumerate(self.engines[: self.count], start=1):
             self.wait_ready(engine)
             # without "unsynced": no request comes before the run's first weight update
@@ -202,8 +198,10 @@ class EngineFleet:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.router is not None:
             self.router.stop()
-        started = [engine for engine in self.engines if engine.actors and engine.state not in GONE]
-        at_once(Engine.kill if now else Engine.stop, started)
+        at_once(
+            Engine.kill if now else Engine.stop,
+            [engine for engine in self.engines if engine.actors and engine.state not in GONE],
+        )
 
     # --- lost engines ------------------------------------------------------------------------
 
@@ -236,8 +234,10 @@ class EngineFleet:
                 self.counted["engine_lost"] += 1
                 lost.append(engine)
                 if not self.settings.tolerant:
-                    why = "--use-fault-tolerance goes on without it and starts it again"
-                    self.fatal = self.fatal or f"{engine.lost(reasons[engine.url])}\n{why}"
+                    self.fatal = self.fatal or (
+                        f"{engine.lost(engine.last_words)}\n--use-fault-tolerance goes on without "
+                        "it and starts it again"
+                    )
         for engine in lost:
             logger.error("engine %d (%s) is lost: %s", engine.index, engine.url, engine.last_words)
         return lost
@@ -278,8 +278,9 @@ class EngineFleet:
         peers = [e for e in self.engines if (e.spec.model, e.spec.worker_type) == kind]
         hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in peers)
         if hopeless and self.fatal is None:
-            alone = len(peers) == len(self.engines)
-            which = "" if alone else f" ({kind[1]}) of model {kind[0]}"
+            which = ""
+            if len(peers) < len(self.engines):
+                which = f" ({kind[1]}) of model {kind[0]}"
             self.fatal = f"no engine{which} is left; the last one: {what}\n{engine.last_words}"
 
     def _forget(self, url: str) -> None:

@@ -128,8 +128,9 @@ class EnginePool:
                 trainer.make_room_for_weights()
                 self._onload("weights")
                 sending = self._next_weights()
-                send = partial(self._send, actor, sending)
-                report, urls = self._call_with_failover(send, urls, replace_all=True)
+                report, urls = self._call_with_failover(
+                    partial(self._send, actor, sending), urls, replace_all=True
+                )
                 assert report is not None
                 self.clock = sending
                 trainer.old_actor.updated(actor, sending.version)
@@ -230,8 +231,8 @@ class EnginePool:
         """Let these engines get requests: they hold the current weights and have passed the
         audit.
         """
-        what = "the engines after an update"
-        self.urls = self._status(what, engine_calls.end_update, list(urls)).alive or self.urls
+        status = self._status("the engines after an update", engine_calls.end_update, urls)
+        self.urls = status.alive or self.urls
 
     def _call_with_failover(
         self, call: Callable[[list[str]], T], urls: list[str], replace_all: bool = False
@@ -257,10 +258,12 @@ class EnginePool:
                 # Through Ray, an error arrives as an instance of a derived class with the original
                 # in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
-                tolerant = self.cluster.use_fault_tolerance
-                blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
-                what = "the engines that failed"
-                alive = self._status(what, engine_calls.lose_engines, blamed).alive
+                blamed = {url: str(reason) for url, reason in failed.items()}
+                alive = self._status(
+                    "the engines that failed",
+                    engine_calls.lose_engines,
+                    blamed if self.cluster.use_fault_tolerance else None,
+                ).alive
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
@@ -285,9 +288,11 @@ class EnginePool:
         if not self.cluster.use_fault_tolerance:
             raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
         self.trainer.sleep()
-        what = "engines that are started again"
-        start = engine_calls.start_lost_engines
-        urls = self._status(what, start, deadline=RESTART_SECONDS).alive
+        urls = self._status(
+            "engines that are started again",
+            engine_calls.start_lost_engines,
+            deadline=RESTART_SECONDS,
+        ).alive
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
         self._move_memory("to release memory", engine_calls.offload)
@@ -366,8 +371,8 @@ class EnginePool:
         """
         asked = self.manager.start(RolloutManager.on_engines, call, *arguments)
         # The manager may have to wait for a running check.
-        check_under_way = 4 * self.cluster.rollout_health_check_timeout
-        status = self.manager.wait(asked, what, deadline + check_under_way)
+        deadline += 4 * self.cluster.rollout_health_check_timeout
+        status = self.manager.wait(asked, what, deadline)
         if status.fatal:
             raise EnginesLost(status.fatal)
         self.slots = status.slots

@@ -53,8 +53,8 @@ class HealthMonitor:
         self._pauses = 0
         self._ended = threading.Event()
         self._poll_now = threading.Event()
-        self._grace = time.monotonic() + self.settings.first_wait
-        self.next_check = max(time.monotonic() + self.settings.check_interval, self._grace)
+        self._grace = 0.0
+        self.next_check = time.monotonic() + self.settings.check_interval
         self.wakes_from = 0.0
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
         self.checking: Future[None] | None = None
@@ -263,8 +263,8 @@ class ProcessWatch:
 
 def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
     """The engines that generate no token, with the reason; all are asked at the same time."""
-    reasons = at_once(lambda url: answers(url, timeout), urls)
-    return {url: reason for url, reason in zip(urls, reasons, strict=True) if reason is not None}
+    reasons = at_once(lambda url: (url, answers(url, timeout)), urls)
+    return {url: reason for url, reason in reasons if reason is not None}
 
 
 def answers(url: str, timeout: float) -> str | None:

@@ -108,12 +108,11 @@ class Run:
         with log.phase("train"):
             self.trainer.train(rollout_id, batch.refs, batch.critic_refs)
             dtypes = args.train_dtype, args.rollout_quantization or args.rollout_dtype
-            alarm = gap_alarm(log.pending, args.logprob_gap_threshold, dtypes)
-            if alarm is not None:
+            if alarm := gap_alarm(log.pending, args.logprob_gap_threshold, dtypes):
                 log.note(alarm)
             warm_ups = args.lr_warmup_iters, args.lr_warmup_fraction, args.critic_lr_warmup_iters
             warning = zero_lr_warning(log.pending, rollout_id, any(warm_ups))
-            if warning is not None and not self._warned_of_zero_lr:
+            if warning and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 log.note(warning)
         # The manager keeps the state of each rollout until it is trained, for snapshots; now it can
@@ -152,9 +151,12 @@ class Run:
             return False
         step, evaluation = self.evaluation
         with self.log.phase("eval"), self.stop.deferred(False):
-            # A restarted engine must not bring newer weights into the middle of the evaluation.
-            recover = partial(self.pool.sync_recovered_engines, keep_version=True)
-            metrics = self.manager.wait(evaluation, "the evaluation", meanwhile=recover)
+            metrics = self.manager.wait(
+                evaluation,
+                "the evaluation",
+                # A restarted engine must not bring newer weights into the middle of it.
+                meanwhile=partial(self.pool.sync_recovered_engines, keep_version=True),
+            )
         self.evaluation = None
         self.log.log_evaluation(step, metrics)
         return True
@@ -163,9 +165,11 @@ class Run:
         """Log the step's metrics and begin the next step."""
         self.snapshots.commit_if_written()
         of_ranks = [span for group in self.trainer.groups for span in group.pop_spans()]
-        phases = self.log.end_step(rollout_id, self.num_rollout, of_ranks)
         self.manager.call(
-            "the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases
+            "the trace of a rollout to be completed",
+            RolloutManager.add_phases,
+            rollout_id,
+            self.log.end_step(rollout_id, self.num_rollout, of_ranks),
         )
 
     # --- what is due when --------------------------------------------------------------------
@@ -256,13 +260,10 @@ class StepLog:
         """Write the digest of the weights that the engines hold, if the audit has computed those of
         all tensors.
         """
-        if self.display.run_dir is None or not report.digests:
-            return
-        digest = digest_of_digests(report.digests)
-        append_weights(
-            self.display.run_dir,
-            SentWeights(report.version, digest, report.dtype, len(report.digests)),
-        )
+        if self.display.run_dir is not None and report.digests:
+            digest = digest_of_digests(report.digests)
+            sent = SentWeights(report.version, digest, report.dtype, len(report.digests))
+            append_weights(self.display.run_dir, sent)
 
     def add_rollout(self, batch: RolloutBatch) -> None:
         """Add a rollout's metrics to the current step, and show a few of its texts and its

@@ -38,10 +38,6 @@ class Slots:
     """Bundles that only the critic uses, which follow all others; 0: it shares the trainer's."""
 
     @property
-    def critic_offset(self) -> int:
-        return self.total - self.critic if self.critic else 0
-
-    @property
     def total(self) -> int:
         return max(self.train, self.rollout_offset + self.rollout) + self.critic
 
@@ -69,23 +65,23 @@ class Placement:
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
         # A bundle without a GPU takes almost no resources, so without it all bundles would go to a
         # single node.
-        self.group = door().reserve(bundle, max(self.slots.total, 1), spread=not self.on_gpu)
+        total = slots.total
+        self.group = door().reserve(bundle, max(total, 1), spread=not self.on_gpu)
 
         def room() -> bool:
             check()
             return self.group.wait(WAIT_SECONDS)
 
-        what = f"room for {self.slots.total} bundles of {bundle}"
+        what = f"room for {total} bundles of {bundle}"
         try:
             wait_for(what, room, PLACEMENT_DEADLINE_SECONDS, poll=0.0, report=door().report)
         except BaseException:
             self.group.remove()
             raise
-        several = self.on_gpu and self.slots.total > 1
         # Sorted by node address and GPU, so that neighboring ranks share a node.
         self.places = (
-            sorted(self.group.places(self.slots.total, PLACEMENT_DEADLINE_SECONDS))
-            if several
+            sorted(self.group.places(total, PLACEMENT_DEADLINE_SECONDS))
+            if self.on_gpu and total > 1
             else None
         )
 
@@ -93,8 +89,8 @@ class Placement:
         """CPU threads of each process: in a synchronous run, trainer and engines take turns, so
         both get all cores.
         """
-        trained = self.slots.train + self.slots.critic
-        return max((os.cpu_count() or 1) // max(trained, self.slots.rollout, 1), 1)
+        most = max(self.slots.train + self.slots.critic, self.slots.rollout, 1)
+        return max((os.cpu_count() or 1) // most, 1)
 
     def options(self, slot: int, share: float) -> Mapping[str, Any]:
         """Where the actor of one slot runs, for :meth:`Actors.create
@@ -104,8 +100,10 @@ class Placement:
         return self.group.options(index, *((share, share) if self.on_gpu else (0, CPU_SLOT)))
 
     def train_options(self, rank: int, role: str = "actor") -> Mapping[str, Any]:
-        first = self.slots.critic_offset if role == "critic" else 0
-        return self.options(first + rank, TRAINER_SHARE)
+        slot = rank
+        if role == "critic" and self.slots.critic:
+            slot += self.slots.total - self.slots.critic
+        return self.options(slot, TRAINER_SHARE)
 
     def engine_options(self, slot: int) -> Mapping[str, Any]:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
@@ -142,7 +140,7 @@ def thread_environment(threads: int | None) -> dict[str, str]:
     """Environment variables for a process that shares the CPU cores with other processes."""
     count = str(threads or 1)
     own = {name: os.environ.get(name, value) for name, value in COMPUTE_VARIABLES.items()}
-    return {**own, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+    return own | {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
 
 
 def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:

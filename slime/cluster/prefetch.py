@@ -84,11 +84,8 @@ class Prefetcher:
     def __enter__(self) -> Prefetcher:
         bound = self.admission.bound
         optimizer = bound * (self.run.args.num_steps_per_rollout or 1)
-        in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
-        self.run.log.note(
-            f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that "
-            "sampled them"
-        )
+        steps = f"{bound} step(s)" + f" ({optimizer} optimizer steps)" * (optimizer != bound)
+        self.run.log.note(f"samples train at most {steps} after the weights that sampled them")
         self.in_flight = self.run.manager.call(
             "the rollout manager to open a pool",
             RolloutManager.open_pool,
@@ -208,11 +205,11 @@ class Prefetcher:
             self.admission.taken()
             self.training = True
             self.changed.notify_all()
-        self.run.log.add_rollout(batch)
-        self.run.log.pending["rollout/buffered"] = float(len(self.finished))
-        self.run.log.pending["perf/staleness_wait_time"] = (
-            time.monotonic() - started if bounded else 0.0
-        )
+        log = self.run.log
+        log.add_rollout(batch)
+        log.pending["rollout/buffered"] = float(len(self.finished))
+        waited = time.monotonic() - started
+        log.pending["perf/staleness_wait_time"] = waited if bounded else 0.0
         if self.in_flight:
             self._tell_manager(taken=True)
         return batch

@@ -284,6 +284,11 @@ class ManagerClient:
 
         See :meth:`Waiter.get <slime.cluster.ray_wait.Waiter.get>` for the arguments and errors.
         """
-        named = {"rollout manager": self.handle}
-        limit = deadline or self.timeout
-        return self.waiter.get([ref], what, limit, actors=named, meanwhile=meanwhile, flag=flag)[0]
+        return self.waiter.get(
+            [ref],
+            what,
+            deadline or self.timeout,
+            actors={"rollout manager": self.handle},
+            meanwhile=meanwhile,
+            flag=flag,
+        )[0]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,12 +53,13 @@ from slime.rollout.metrics import all_failed, eval_metrics, is_untrainable, roll
 from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.data.fields import Wire
     from slime.engines.keys import RunKeys
-    from slime.observability.progress import Progress, Span
     from slime.rollout.fully_async_rollout import StandingPool
     from slime.rollout.weight_timeline import WeightTimeline
 
@@ -100,13 +100,13 @@ class RolloutManager:
     def __init__(
         self,
         args: Args,
-        run_dir: str,
+        run_dir: Path,
         layouts: Sequence[ParallelLayout],
         placement: Placement,
         keys: RunKeys,
         in_program: bool = False,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         door().log_to(self.run_dir / "logs", "rollout-manager")
         # For HTTP clients in user code and in agent programs, which use the proxy that the
         # environment names.
@@ -144,13 +144,11 @@ class RolloutManager:
         """See :mod:`slime.checkpoint.files`."""
         return answer(folder, token, "rollout manager")
 
-    def set_token_budgets(self, training: int, forward_only: int) -> None:
+    def set_token_budgets(self, budgets: Mapping[str, int]) -> None:
         """Set the measured budgets, by which samples are packed; called before the first
         rollout.
         """
-        self.args = self.args.with_values(
-            max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only
-        )
+        self.args = self.args.with_values(**budgets)
 
     # --- the engines ---------------------------------------------------------------------------
 
@@ -159,11 +157,11 @@ class RolloutManager:
         any; returns the engine URLs.
         """
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        # The first request would wait for the tokenizer. Not on another thread: imports of
-        # transformers on two threads at once can fail.
-        tokenizer = self.args.hf_checkpoint, self.args.trust_remote_code
-        meanwhile = partial(preload_tokenizer, *tokenizer)
-        self.fleet.start(partial(progress.report, "start engines"), meanwhile)
+        progress.report("start engines", 0, self.fleet.count)
+        # While the servers start, since the first request would wait for it. Not on another thread:
+        # imports of transformers on two threads at once can fail.
+        preload_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
+        self.fleet.start(partial(progress.report, "start engines"))
         self.args = self.args.with_values(**self.fleet.addresses)
         init_http_client(self.args)
         watch_engines(self.fleet)
@@ -204,9 +202,12 @@ class RolloutManager:
             stored: list[Ref[Wire]] = []
             used: set[int] = set()
             numbered = True
-            finished = self.state.finished_groups(rollout_id)
             for part in parts_of_ranks(
-                self.args, rollout.groups, rollout_id, *self.layouts, finished=finished
+                self.args,
+                rollout.groups,
+                rollout_id,
+                *self.layouts,
+                finished=self.state.finished_groups(rollout_id),
             ):
                 stored.append(door().put(part))
                 used.update(map(int, part.get("group_indices", ())))
@@ -244,8 +245,9 @@ class RolloutManager:
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
             subsample = args.load_debug_rollout_data_subsample
-            groups = load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
-            output = RolloutFnTrainOutput(groups)
+            output = RolloutFnTrainOutput(
+                load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
+            )
         else:
             returned = call_rollout_fn(
                 self.rollout_function, args, rollout_id, self.data_source, evaluation=False
@@ -321,24 +323,26 @@ class RolloutManager:
             WaitExpired: Some are still missing after ``--phase-timeout`` seconds.
         """
 
-        async def held_requests() -> int:
+        async def missing() -> str | None:
             answers = [
                 await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS)
-                for url in urls
+                for url in self.fleet.urls()
             ]
-            return sum(
-                int(rank.get("num_held_reqs") or 0)
-                for answer in answers
-                for rank in answer["loads"]
+            return self.schedule.missing(
+                sum(
+                    int(rank.get("num_held_reqs") or 0)
+                    for answer in answers
+                    for rank in answer["loads"]
+                )
             )
 
-        def missing() -> str | None:
-            return self.schedule.missing(run(held_requests()))
-
-        urls = self.fleet.urls()
-        what = "the recorded tokens before a weight update (--replay-schedule)"
-        limit = self.args.phase_timeout
-        wait_for(what, lambda: not missing(), limit, poll=0.02, report=lambda: str(missing()))
+        wait_for(
+            "the recorded tokens before a weight update (--replay-schedule)",
+            lambda: not run(missing()),
+            self.args.phase_timeout,
+            poll=0.02,
+            report=lambda: str(run(missing())),
+        )
 
     def advance(self, step: int, taken: bool, trained: bool) -> None:
         """Note that the engines of an asynchronous run hold the weights that ``step`` steps have
@@ -380,7 +384,7 @@ class RolloutManager:
             warn(f"rollout {rollout_id}: {failure}")
         return preview(samples)
 
-    def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
+    def add_phases(self, rollout_id: int, phases: Sequence[progress.Span]) -> None:
         """Add the phases of driver and ranks up to the end of a step, and the engines' load, to its
         rollout's trace.
         """
@@ -437,17 +441,17 @@ class RolloutManager:
 
     # --- state -------------------------------------------------------------------------------
 
-    def save_state(self, rollout_id: int, directory: str) -> int:
+    def save_state(self, rollout_id: int, directory: Path) -> int:
         """Write data source, ledger and rollouts generated ahead below ``directory``, after step
         ``rollout_id``.
 
         Returns:
             The number of these rollouts.
         """
-        return self.state.save(rollout_id, Path(directory))
+        return self.state.save(rollout_id, directory)
 
-    def load_state(self, rollout_id: int, directory: str, attempt: int) -> None:
-        self.state.load(rollout_id, Path(directory), attempt)
+    def load_state(self, rollout_id: int, directory: Path, attempt: int) -> None:
+        self.state.load(rollout_id, directory, attempt)
 
     def rewind(self) -> None:
         """End all generation, and begin anew with data source, ledger and schedule, while the
@@ -489,7 +493,7 @@ class RolloutManager:
         cut = self.state.close_account(trained)
         return {**cut["counts"], "ahead of training": len(cut["ahead"]), "open": len(cut["open"])}
 
-    def status(self) -> Progress:
+    def status(self) -> progress.Progress:
         """What this process is doing; answers while :meth:`generate` runs."""
         return progress.latest()
 

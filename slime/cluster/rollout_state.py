@@ -71,11 +71,10 @@ class RolloutState:
         asked = bool(args.save_interval or args.save)
         self.saves = asked or in_program  # a program may save at any time
         if asked and not is_stateful(source) and not has_files(source):
-            name = type(source).__name__
-            methods = "neither state_dict and load_state_dict nor save and load"
             warn(
-                f"a resumed run will begin with its first prompts again: the data source {name} "
-                f"has {methods}"
+                "a resumed run will begin with its first prompts again: the data source "
+                f"{type(source).__name__} has neither state_dict and load_state_dict nor save and "
+                "load"
             )
         # by rollout: the state of the data source and the length of the schedule's file after it,
         # until it is trained
@@ -104,12 +103,8 @@ class RolloutState:
         recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
             made = first + len(self.restored)
-            warning = (
-                recording.check_covers(made, last, self.args.rollout_batch_size)
-                if made < last
-                else None
-            )
-            if warning:
+            batch = self.args.rollout_batch_size
+            if made < last and (warning := recording.check_covers(made, last, batch)):
                 warn(warning)
         self.schedule = WeightTimeline(path, settings, recording, self.attempt, self._position)
         self.schedule.step = step
@@ -143,11 +138,11 @@ class RolloutState:
         copied.
         """
         open_groups = getattr(self.source, "open_groups", None)
-        counter = (
-            self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
-        )
         self.ledger.complete(
-            rollout_id, rollout.groups, open_groups() if open_groups else None, counter
+            rollout_id,
+            rollout.groups,
+            open_groups() if open_groups else None,
+            self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None,
         )
         self.newest = max(self.newest, rollout_id)
         # No step ends that would remove the state of older rollouts.

@@ -210,8 +210,9 @@ class RunEnd:
             except Exception as failure:  # The step is lost, which is not a stop in order.
                 return "failed", failure
             return "stopped", error
-        restarts = isinstance(error, Exception) and self.recovery.restarts(error)
-        return ("restarting" if restarts else "failed"), error
+        if isinstance(error, Exception) and self.recovery.restarts(error):
+            return "restarting", error
+        return "failed", error
 
     def _end_processes(self, outcome: Outcome) -> None:
         # Before the shutdown: Ray may end this process during it, and then nobody could tell the
@@ -238,12 +239,9 @@ class RunEnd:
             for frame in _FRAME.findall(text)
             if "-packages/" not in frame and "/lib/python3" not in frame
         ]
-        where = (
-            f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} "
-            "says more)"
-        )
         lines = [
-            where,
+            f"the run failed; the traceback is in {folder}/logs/driver.log (slime doctor {folder} "
+            "says more)",
             *own[-1:],
             *(message_lines(text) or [redacted_text(f"{type(error).__name__}: {error}")]),
         ]
@@ -304,17 +302,17 @@ def save_while_generating(run: Run) -> None:
     """Save what was trained since the last snapshot, if the run has a folder for it; the engines
     may end for this.
     """
-    run.snapshots.commit()  # A snapshot of --async-save may still be open.
-    folder = run.snapshots.folder
+    snapshots = run.snapshots
+    snapshots.commit()  # A snapshot of --async-save may still be open.
     trained = run.trainer.trained
-    if folder is None or trained is None or trained == run.snapshots.saved:
+    if snapshots.folder is None or trained is None or trained == snapshots.saved:
         return
     # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in
     # order to save.
     run.pool.end_for_save()
-    run.snapshots.save(trained)
-    run.snapshots.commit()
-    run.log.note(f"saved rollout {trained}; go on with --load {folder}")
+    snapshots.save(trained)
+    snapshots.commit()
+    run.log.note(f"saved rollout {trained}; go on with --load {snapshots.folder}")
 
 
 def shut_down(parts: Parts, failed: bool) -> None:
@@ -338,9 +336,9 @@ def shut_down(parts: Parts, failed: bool) -> None:
             if failed and parts.urls:
                 with contextlib.suppress(Exception):
                     report = manager.on_engines.remote(EngineFleet.report)
-                    note(door().get([report], timeout=REPORT_SECONDS)[0])
+                    note(door().get([report], REPORT_SECONDS)[0])
             with contextlib.suppress(Exception):
-                for warning in door().get([manager.shutdown.remote()], timeout=SHUTDOWN_SECONDS)[0]:
+                for warning in door().get([manager.shutdown.remote()], SHUTDOWN_SECONDS)[0]:
                     note(f"warning: {warning}")
     # What the training ranks hold beyond their processes: shared memory, and process groups with
     # engines.
@@ -349,7 +347,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
             group.close()
     # The last lines that the user sees, then the cluster with all processes that are left.
     if failed:
-        note(f"logs of all processes: {parts.dir.path / 'logs'}")
+        note(f"logs of all processes: {parts.dir.logs}")
     parts.log.close(failed)
     if parts.placement is not None:
         # After a failure, the cluster itself may be gone; its error must not hide the one that
@@ -365,7 +363,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
 def answers(actor: ActorHandle) -> bool:
     """Whether an actor answers ``status()`` within :data:`ASK_SECONDS`."""
     try:
-        door().get([actor.status.remote()], timeout=ASK_SECONDS)
+        door().get([actor.status.remote()], ASK_SECONDS)
     except Exception:
         return False
     return True

@@ -109,7 +109,7 @@ def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
         "the data source to be restored",
         RolloutManager.load_state,
         trained,
-        str(path),
+        path,
         begin.attempt,
     )
     log.note(f"resumed from {path}: going on with rollout {trained + 1}")
@@ -129,10 +129,9 @@ def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
         )
         if old != new and not (old.style == "constant" and old.warmup_steps == new.warmup_steps):
             step = planned_steps(args.with_values(num_rollout=trained + 1))
-            rates = f"{old.lr(step):.3g} -> {new.lr(step):.3g}"
             now["num_rollout"] = (
-                f"{length} (learning rate of the next step: {rates}; --lr-decay-iters fixes its "
-                "decay)"
+                f"{length} (learning rate of the next step: {old.lr(step):.3g} -> "
+                f"{new.lr(step):.3g}; --lr-decay-iters fixes its decay)"
             )
     if changed := changes(then, now):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
@@ -203,15 +202,18 @@ class Snapshots:
             # A stop request saves the same rollout again. In the middle of this save, it would
             # remove the folder to which ranks are still writing.
             with self.stop.deferred():
-                temp = self._with_room(rollout_id, lambda: snapshot.begin(folder, rollout_id))
+                temp = self._with_room(rollout_id, partial(snapshot.begin, folder, rollout_id))
                 for group in self.trainer.groups:
                     self.trainer.take_turn(group)
                     self._with_room(rollout_id, partial(group.save, temp))
-                what = "the data source to be saved"
-                save = RolloutManager.save_state
-                ahead = self._with_room(
-                    rollout_id, lambda: self.manager.call(what, save, rollout_id, str(temp))
+                save = partial(
+                    self.manager.call,
+                    "the data source to be saved",
+                    RolloutManager.save_state,
+                    rollout_id,
+                    temp,
                 )
+                ahead = self._with_room(rollout_id, save)
                 # A copy of the metrics: with --async-save the step's end clears them before the
                 # commit.
                 step = Facts(
@@ -229,7 +231,7 @@ class Snapshots:
             if self.settings.save_hf and actor is not None:
                 self.trainer.take_turn(actor)
                 export = Path(self.settings.save_hf.format(rollout_id=rollout_id))
-                self._with_room(rollout_id, lambda: actor.save_hf(str(export)), export)
+                self._with_room(rollout_id, lambda: actor.save_hf(export), export)
 
     @property
     def newest(self) -> int | None:
@@ -259,10 +261,9 @@ class Snapshots:
         self._open = None
         self.saved = rollout_id
         if self.settings.critic_save and self.trainer.critic is not None:
-            source = self.folder_of(rollout_id)
             target = Path(self.settings.critic_save)
-            keep = partial(snapshot.copy_part, source, "critic", target, facts, written)
-            self._with_room(rollout_id, keep, target)
+            saved = self.folder_of(rollout_id), "critic", target, facts, written
+            self._with_room(rollout_id, partial(snapshot.copy_part, *saved), target)
         REPORTS.tell(saved=True)  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if self.settings.save_keep_last:
@@ -305,12 +306,9 @@ class Snapshots:
     def _pause(self, rollout_id: int, folder: Path | None, error: Exception, told: bool) -> None:
         """Wait until there may be more room."""
         assert folder is not None, "only a run with --save writes snapshots"
-        there = next(path for path in (folder, *folder.parents) if path.is_dir())
-        newest = (
-            "there is no snapshot yet"
-            if self.saved is None
-            else f"the newest snapshot is of rollout {self.saved}"
-        )
+        newest = "there is no snapshot yet"
+        if self.saved is not None:
+            newest = f"the newest snapshot is of rollout {self.saved}"
 
         # signals are deferred while a snapshot is open, but this wait has no deadline
         def check() -> None:
@@ -326,7 +324,7 @@ class Snapshots:
                 f"the disk of {folder} is full: the run is paused until rollout {rollout_id} can "
                 f"be saved. Free some space, or press Ctrl-C to end the run; {newest}"
             )
-        wait_for_room(there, check)
+        wait_for_room(next(path for path in (folder, *folder.parents) if path.is_dir()), check)
 
     def commit_if_written(self) -> None:
         """Commit the open snapshot if all ranks have finished writing it."""

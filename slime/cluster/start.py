@@ -29,14 +29,11 @@ from slime.cluster.snapshots import (
 from slime.cluster.stop_signals import REPORTS, StopSignals
 from slime.cluster.train_group import TrainGroup
 from slime.cluster.trainer import OldActor, Trainer, settle_token_budget
-from slime.config.algorithm import KlConfig
-from slime.config.cluster import ClusterConfig, gpu_problems
+from slime.config.cluster import gpu_problems
 from slime.config.layout import ParallelLayout
 from slime.config.parser import ConfigError
 from slime.config.rollout import has_rewards
-from slime.config.run import CheckpointConfig
 from slime.config.settings import role_args
-from slime.config.weight_sync import WeightSyncConfig
 from slime.engines.keys import RunKeys
 from slime.observability.display import Display
 from slime.observability.metrics import REWARD_KEYS, MetricsLogger, read_metrics
@@ -94,8 +91,12 @@ class Parts:
     settings: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        silence = self.args.status_timeout or None
-        self.waiter = Waiter(self.stop, self.log.show_status, silence, self.log.display.state)
+        self.waiter = Waiter(
+            self.stop,
+            self.log.show_status,
+            self.args.status_timeout or None,
+            self.log.display.state,
+        )
 
     def await_engines(self, manager: ManagerClient, release: bool) -> None:
         """Wait until the engines that are being started answer, if there are any; with ``release``,
@@ -103,9 +104,12 @@ class Parts:
         """
         if self.starting is None:
             return
-        deadline = self.args.start_timeout + START_MARGIN_SECONDS
-        flag = "--start-timeout"
-        self.urls = manager.wait(self.starting, "the engines to start", deadline, flag=flag)
+        self.urls = manager.wait(
+            self.starting,
+            "the engines to start",
+            self.args.start_timeout + START_MARGIN_SECONDS,
+            flag="--start-timeout",
+        )
         self.starting = None
         if release and self.urls:
             manager.call("the engines to release memory", RolloutManager.on_engines, offload)
@@ -133,12 +137,10 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         raise
     # The time of a program before its run does not count as the run's.
     display = Display(folder, since=time.time() if in_program else None)
-    log = StepLog(
-        display, left_out=() if has_rewards(args, args.rollout_function_path) else REWARD_KEYS
-    )
-    stop = StopSignals(in_program)
+    rewarded = has_rewards(args, args.rollout_function_path)
+    log = StepLog(display, () if rewarded else REWARD_KEYS)
     keys = RunKeys.of(args.sglang, args.router, bool(args.rollout_external_engine_addrs))
-    return Parts(args, folder, begin, log, stop, asynchronous, locks, keys)
+    return Parts(args, folder, begin, log, StopSignals(in_program), asynchronous, locks, keys)
 
 
 def start(parts: Parts) -> Run:
@@ -150,9 +152,7 @@ def start(parts: Parts) -> Run:
     their memory again.
     """
     args = parts.args
-    begin = parts.begin
-    log = parts.log
-    with log.phase("start"):
+    with parts.log.phase("start"):
         # The cluster, and where in it each process of the run has its place.
         use(find("actors", "inline")() if args.inline else None)
         door().connect()
@@ -193,10 +193,8 @@ def start(parts: Parts) -> Run:
 
         # After the models are loaded, since it measures memory; before the settings of the
         # snapshots are taken from ``args``, since a resumed run keeps the budget of its snapshot.
-        parts.args = args = settle_token_budget(
-            args, trainer, manager, placement.on_gpu, begin.manifest
-        )
-        parts.settings = settings_of(vars(args))
+        settle_token_budget(parts, placement, trainer, manager)
+        parts.settings = settings_of(vars(parts.args))
         restore_rollouts(parts, manager)
         metrics = open_records(parts, placement)
     return begin_run(parts, manager, trainer, parts.urls, metrics)
@@ -206,8 +204,8 @@ def trainer_of(parts: Parts) -> Trainer:
     args = parts.args
     groups = {group.role: group for group in parts.groups}
     return Trainer(
-        args.section(ClusterConfig),
-        args.section(KlConfig),
+        args,
+        args,
         args.num_critic_only_steps,
         groups.get("actor"),
         groups.get("critic"),
@@ -224,22 +222,28 @@ def begin_run(
     args = parts.args
     begin = parts.begin
     log = parts.log
-    clock = WeightClock(begin.attempt, begin.first_rollout)
-    sync = args.section(WeightSyncConfig)
-    pool = EnginePool(trainer.cluster, sync, manager, trainer, log, urls, clock)
+    pool = EnginePool(
+        args,
+        args,
+        manager,
+        trainer,
+        log,
+        urls,
+        WeightClock(begin.attempt, begin.first_rollout),
+    )
     facts = RunFacts(
         attempt=begin.attempt,
         world_size=len(trainer.actor.ranks) if trainer.actor is not None else 0,
         seed=args.seed,
         settings=parts.settings,
     )
-    saving = args.section(CheckpointConfig)
-    snapshots = Snapshots(saving, facts, manager, trainer, pool, log, parts.stop, begin.trained)
+    snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
     last = int(args.num_rollout or 0)
-    run = Run(args, begin.first_rollout, last, manager, trainer, pool, snapshots, log, parts.stop)
-    parts.run = run
+    parts.run = Run(
+        args, begin.first_rollout, last, manager, trainer, pool, snapshots, log, parts.stop
+    )
     log.begin_steps(metrics)
-    return run
+    return parts.run
 
 
 def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
@@ -248,11 +252,17 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     if placement.slots.critic:
         critic = ParallelLayout.from_args(role_args(args, "critic"))
         layouts += [critic] if critic != layouts[0] else []
-    values = args, str(parts.dir.path), layouts, placement, parts.keys, parts.stop.in_program
-    # With several threads, status() and on_engines() can answer while generate() runs.
-    return ManagerClient(
-        door().create(RolloutManager, *values, threads=8), parts.waiter, args.phase_timeout
+    manager = door().create(
+        RolloutManager,
+        args,
+        parts.dir.path,
+        layouts,
+        placement,
+        parts.keys,
+        parts.stop.in_program,
+        threads=8,  # status() and on_engines() can answer while generate() runs
     )
+    return ManagerClient(manager, parts.waiter, args.phase_timeout)
 
 
 def start_training(parts: Parts, placement: Placement) -> None:
@@ -273,9 +283,8 @@ def start_training(parts: Parts, placement: Placement) -> None:
             # only the weights of another run's critic
             load = other.path / role
             args = args.with_values(finetune=True, no_load_optim=True, no_load_rng=True)
-        logs = parts.dir.path / "logs"
         parts.groups.append(
-            TrainGroup(args, role, placement, parts.waiter, logs, load, parts.keys.engine)
+            TrainGroup(args, role, placement, parts.waiter, parts.dir.logs, load, parts.keys.engine)
         )
 
 
@@ -284,6 +293,7 @@ def open_records(parts: Parts, placement: Placement) -> MetricsLogger:
     log.
     """
     args = parts.args
+    begin = parts.begin
     settled = Settled(
         asynchronous=parts.asynchronous,
         on_gpu=placement.on_gpu,
@@ -291,10 +301,8 @@ def open_records(parts: Parts, placement: Placement) -> MetricsLogger:
         threads=int(args.threads_per_process or 1),
         max_tokens=args.max_tokens_per_gpu,
         forward_tokens=args.log_probs_max_tokens_per_gpu,
-        first_rollout=parts.begin.first_rollout,
-        loaded=str(parts.begin.snapshot.path.absolute())
-        if parts.begin.snapshot is not None
-        else None,
+        first_rollout=begin.first_rollout,
+        loaded=None if begin.snapshot is None else str(begin.snapshot.path.absolute()),
         working_directory=str(Path.cwd()),
     )
     append_attempt(parts.dir, settled)
@@ -311,10 +319,10 @@ def open_metrics(parts: Parts) -> MetricsLogger:
     logger = MetricsLogger(
         parts.args, parts.dir, begin.first_rollout if begin.resumes else None, parts.unattended
     )
-    if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
-        logged = [
-            row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row
-        ]
+    step = "rollout/step"
+    file = parts.dir.metrics
+    if begin.manifest is not None and begin.trained is not None and file.exists():
+        logged = [row.get(step) for row in read_metrics(file)]
         if begin.trained not in logged:
-            logger.log(begin.manifest["metrics"], begin.trained, "rollout/step")
+            logger.log(begin.manifest["metrics"], begin.trained, step)
     return logger

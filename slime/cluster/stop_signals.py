@@ -53,7 +53,7 @@ class Reports:
         if pipe is not None:
             self._pipe = int(pipe)
             os.set_inheritable(self._pipe, False)
-        return self._pipe is not None
+        return self.attached
 
     @property
     def attached(self) -> bool:

@@ -21,7 +21,6 @@ from slime.engines.process import free_port
 from slime.models.cpu_memory import large_imports
 from slime.observability import progress
 from slime.observability.profiler import Profiler, memory_in_use
-from slime.observability.progress import Progress, Span, Timers
 from slime.weights.audit import Calibration, Probe, probe_engines, probe_tokens
 from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports import Transport, create_transport, ranks_of_engines, transport_kind
@@ -70,27 +69,28 @@ class TrainActor:
         role: Role,
         rank: int,
         world_size: int,
-        log_dir: str,
+        log_dir: Path,
         engine_keys: ServerKeys,
     ) -> None:
-        door().log_to(Path(log_dir), f"train-{role}-{rank}")
+        door().log_to(log_dir, f"train-{role}-{rank}")
         self.args = args
         self.role = role
         self.rank = rank
         self.world_size = world_size
         self.engine_keys = engine_keys
-        self.timers = Timers()  # of what this rank does, for the traces of rollouts
+        self.timers = progress.Timers()  # of what this rank does, for the traces of rollouts
         self.weight_sync = WeightSyncSettings.from_args(args)
-        traces = Path(log_dir).parent / "traces"
-        profiled = (
-            range(args.profile_step_start, args.profile_step_end)
-            if args.use_pytorch_profiler
-            else range(0)
-        )
-        memory_until = (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0
-        memory_folder = Path(args.memory_snapshot_dir or traces)
+        traces = log_dir.parent / "traces"
+        profiled = range(0)
+        if args.use_pytorch_profiler:
+            profiled = range(args.profile_step_start, args.profile_step_end)
         self.profiler = Profiler(
-            f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder
+            f"{role}-{rank}",
+            traces,
+            profiled,
+            args.profile_target,
+            (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0,
+            Path(args.memory_snapshot_dir or traces),
         )
         # of the rollout that is generated
         self.parts: Parts | None = None
@@ -131,7 +131,7 @@ class TrainActor:
                 progress.report("read the checkpoint")
                 self.read = backend.read_ahead(self.args)
 
-    def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
+    def init(self, master_addr: str, master_port: int, load_path: Path | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names
         one.
         """
@@ -140,12 +140,12 @@ class TrainActor:
         self.master = master_addr, master_port
         # an actor sees only its own GPU, as device 0.
         local_rank = 0 if door().own_gpus() else self.rank
+        where = self.rank, self.world_size, *self.master, local_rank
         with ONE_AT_A_TIME:
-            where = self.rank, self.world_size, master_addr, master_port, local_rank
             self.backend = create_backend(args, self.role, *where, self.read)
         self.read = None
         if load_path is not None:
-            self.backend.load(Path(load_path))
+            self.backend.load(load_path)
         if args.compile_layers and self.backend.device.type == "cuda" and not args.debug_train_only:
             # While engines start: the pass of the first weight sync compiles the layers without
             # gradients. Passes of two sizes compile them for all sizes, but take memory, which an
@@ -193,8 +193,8 @@ class TrainActor:
         # hold a copy.
         if self.args.async_save and self.args.save:
             self.backend.take_save_memory()
-        if self.args.save_debug_train_data and self.role == "actor":
-            template = self.args.save_debug_train_data
+        template = self.args.save_debug_train_data
+        if template and self.role == "actor":
             save_train_batches(template, rollout_id, batch.under_hook_names(), self.backend)
         # Engines on the same accelerator take memory next.
         if self.args.offload_train or self.args.offload_rollout:
@@ -237,9 +237,9 @@ class TrainActor:
         """Return the log-probs of the scored tokens of this rank's samples."""
         return self.backend.log_probs(self._batch(batch_ref), temperature=temperature)["log_probs"]
 
-    def load(self, directory: str) -> None:
+    def load(self, directory: Path) -> None:
         """Load what :meth:`save` wrote, and drop the gradients."""
-        self.backend.load(Path(directory))
+        self.backend.load(directory)
         self.backend.clear_memory()
 
     def on_backend(
@@ -297,7 +297,6 @@ class TrainActor:
         # process group.
         elif self.transport is not None:
             run(self.transport.close())
-        peers = self._peers(ranks, token)
         with self.backend.using(model):
             # Scored now, while all ranks hold the weights: before the audit, a colocated trainer
             # goes to sleep.
@@ -312,7 +311,7 @@ class TrainActor:
                     version,
                     is_sender=bool(urls),
                     check_equal=check_equal,
-                    peers=peers,
+                    peers=self._peers(ranks, token),
                     updated=self.updated_engines,
                     adapter=self.backend.adapter_source(),
                 )
@@ -365,25 +364,26 @@ class TrainActor:
 
         from slime.backends.train_loop import score_probe
 
+        args = self.args
         config = AutoConfig.from_pretrained(
-            self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code
+            args.hf_checkpoint, trust_remote_code=args.trust_remote_code
         )
-        tokens = probe_tokens(config.get_text_config().vocab_size, self.args.seed)
+        tokens = probe_tokens(config.get_text_config().vocab_size, args.seed)
         return Probe(tokens, score_probe(self.backend, tokens))
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         self.backend.copy_weights(source, target)
 
-    def pop_spans(self) -> list[Span]:
+    def pop_spans(self) -> list[progress.Span]:
         """What this rank has done since the last call."""
         self.timers.pop()
         return [
             {**span, "process": f"{self.role} rank {self.rank}"} for span in self.timers.pop_spans()
         ]
 
-    def save(self, directory: str) -> None:
+    def save(self, directory: Path) -> None:
         with self.timers("save_model"):
-            self.written = self.backend.save(Path(directory))
+            self.written = self.backend.save(directory)
 
     def repeat_save(self) -> None:
         """Write the files of the last :meth:`save` again, in the background as before
@@ -400,13 +400,13 @@ class TrainActor:
 
     def finish_save(self) -> list[FileEntry]:
         """Wait until this rank's part of the last :meth:`save` is complete; returns its files."""
-        if self.backend.saving is not None:
-            self.written = self.backend.saving.finish(self.args.phase_timeout)
+        if (saving := self.backend.saving) is not None:
+            self.written = saving.finish(self.args.phase_timeout)
             self.backend.saving = None
         return self.written
 
-    def save_hf(self, directory: str) -> None:
-        self.backend.save_hf(Path(directory))
+    def save_hf(self, directory: Path) -> None:
+        self.backend.save_hf(directory)
 
     def sleep(self, keep_weights: bool = False) -> None:
         self.backend.sleep(keep_weights)
@@ -428,11 +428,9 @@ class TrainActor:
             return None
         return measure(self.backend, share, CudaMeter())
 
-    def set_token_budgets(self, training: int, forward_only: int) -> None:
+    def set_token_budgets(self, budgets: Mapping[str, int]) -> None:
         """Replace the values of the flags by measured ones."""
-        self.args = self.args.with_values(
-            max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only
-        )
+        self.args = self.args.with_values(**budgets)
         self.backend.args, self.backend.packing = self.args, PackingSettings.from_args(self.args)
 
     def close(self) -> None:
@@ -444,5 +442,5 @@ class TrainActor:
         """See :mod:`slime.checkpoint.files`."""
         return answer(folder, token, who)
 
-    def status(self) -> Progress:
+    def status(self) -> progress.Progress:
         return progress.latest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -52,15 +53,14 @@ class TrainGroup:
         self.waiter = waiter
         self.layout = ParallelLayout.from_args(args)
         world_size = self.layout.world_size
-        # A collective that times out leaves a record of each rank's last operations, which slime
-        # doctor compares.
-        recorder = str(log_dir / f"flight_recorder_{role}_rank_")
         own = {
             **thread_environment(args.threads_per_process),
             **environment_texts(args.train_env_vars),
         }
         environment = {
-            "TORCH_FR_DUMP_TEMP_FILE": recorder,
+            # A collective that times out leaves a record of each rank's last operations, which
+            # slime doctor compares.
+            "TORCH_FR_DUMP_TEMP_FILE": str(log_dir / f"flight_recorder_{role}_rank_"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             **own,
             **pinning_environment(own),
@@ -68,7 +68,7 @@ class TrainGroup:
         self.ranks = [
             door().create(
                 TrainActor,
-                *(args, role, rank, world_size, str(log_dir), engine_keys),
+                *(args, role, rank, world_size, log_dir, engine_keys),
                 options=placement.train_options(rank, role),
                 environment=environment,
                 own_threads=True,
@@ -87,7 +87,7 @@ class TrainGroup:
         self.starting = [rank.import_backend.remote() for rank in self.ranks]
         # Each rank reads its own shards, and those of other ranks if their number has changed since
         # the snapshot.
-        self._init = self.host, port, str(load_path) if load_path else None
+        self._init = self.host, port, load_path
 
     def load(self) -> None:
         """Let the ranks load their models in the background, which takes memory of their GPUs."""
@@ -100,8 +100,8 @@ class TrainGroup:
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        answers = self._call(refs, "to look into --save", starting=True)
-        return dict(zip(self._named, answers, strict=True))
+        what = "to look into --save"
+        return dict(zip(self._named, self._call(refs, what, starting=True), strict=True))
 
     def run(
         self,
@@ -145,7 +145,7 @@ class TrainGroup:
         if other.layout == self.layout:
             return entries
         firsts = {other.layout.data_rank(i): each for i, each in reversed([*enumerate(entries)])}
-        return [[ref for each in firsts.values() for ref in each]] * len(self.ranks)
+        return [[*chain.from_iterable(firsts.values())]] * len(self.ranks)
 
     def _parts(self, batch_refs: Batches) -> list[tuple[ActorHandle, Batches]]:
         # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of
@@ -169,34 +169,33 @@ class TrainGroup:
         # A repeated update has the same version. The random part keeps it from reading store keys
         # of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
-        sent = self.ask_all(
+        reports = self.ask_all(
             f"to send weights {version}",
             TrainActor.update_weights,
-            list(engine_urls),
+            engine_urls,
             version,
             same_host,
-            dict(slots),
+            slots,
             token,
             model,
             check_equal,
         )
-        reports = [report for report in sent if report is not None]
-        return dataclasses.replace(
-            reports[0],
-            seconds=max(report.seconds for report in reports),
-            pause_seconds=max(report.pause_seconds for report in reports),
-            audit_seconds=max(report.audit_seconds for report in reports),
-        )
+        sent = [report for report in reports if report is not None]
+        slowest = {
+            name: max(getattr(report, name) for report in sent)
+            for name in ("seconds", "pause_seconds", "audit_seconds")
+        }
+        return dataclasses.replace(sent[0], **slowest)
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Largest log-prob difference between trainer and engines on a fixed sequence; rank 0 asks
         the engines.
         """
-        ref = self.ranks[0].check_probe.remote(list(engine_urls))
-        return float(self._call([ref], "to compare log-probs with the engines")[0])
+        asked = [self.ranks[0].check_probe.remote(engine_urls)]
+        return float(self._call(asked, "to compare log-probs with the engines")[0])
 
     def save(self, directory: Path) -> None:
-        self.ask_all("to save", TrainActor.save, str(directory / self.role))
+        self.ask_all("to save", TrainActor.save, directory / self.role)
 
     def repeat_save(self) -> None:
         """Let all ranks write again what they copied in :meth:`save` (``--async-save``)."""
@@ -213,9 +212,9 @@ class TrainGroup:
             for entry in entries:
                 entry["path"] = f"{self.role}/{entry['path']}"
                 entry["rank"] = rank
-        return [entry for entries in of_ranks for entry in entries]
+        return [*chain.from_iterable(of_ranks)]
 
-    def save_hf(self, directory: str) -> None:
+    def save_hf(self, directory: Path) -> None:
         self.ask_all("to write --save-hf", TrainActor.save_hf, directory)
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
@@ -244,22 +243,17 @@ class TrainGroup:
 
     def pop_spans(self) -> list[Span]:
         """What each rank has done since the last call."""
-        return [
-            span
-            for spans in self.ask_all("to report its timed phases", TrainActor.pop_spans)
-            for span in spans
-        ]
+        each = self.ask_all("to report its timed phases", TrainActor.pop_spans)
+        return [*chain.from_iterable(each)]
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
         measuring = self.start(TrainActor.measure_memory, share)
-        measurements = self._call(measuring, "to measure its memory", starting=True)
-        return [one for one in measurements if one is not None]
+        what = "to measure its memory"
+        return [one for one in self._call(measuring, what, starting=True) if one is not None]
 
-    def set_token_budgets(self, training: int, forward_only: int) -> None:
-        self.ask_all(
-            "to take the token budget", TrainActor.set_token_budgets, training, forward_only
-        )
+    def set_token_budgets(self, budgets: Mapping[str, int]) -> None:
+        self.ask_all("to take the token budget", TrainActor.set_token_budgets, budgets)
 
     def close(self) -> None:
         """Release what would outlive the processes. The wait is short, so a rank that hangs does
@@ -315,8 +309,9 @@ class TrainGroup:
 
     def _call(self, refs: Sequence[Ref[T]], what: str, starting: bool = False) -> list[T]:
         args = self.args
-        limits = args.phase_timeout, "--phase-timeout"
-        deadline, flag = (args.start_timeout, "--start-timeout") if starting else limits
+        deadline, flag = args.phase_timeout, "--phase-timeout"
+        if starting:
+            deadline, flag = args.start_timeout, "--start-timeout"
         return self.waiter.get(
             refs, f"the {self.role} {what}", deadline, actors=self._named, flag=flag
         )

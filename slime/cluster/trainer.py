@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from slime.checkpoint.manifest import Manifest, OldActorFacts
     from slime.cluster.actors import Ref
     from slime.cluster.phases import StepLog
+    from slime.cluster.placement import Placement
     from slime.cluster.ray_wait import ManagerClient
+    from slime.cluster.start import Parts
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches, Entries, TrainResult
     from slime.cluster.train_group import TrainGroup
@@ -113,11 +115,9 @@ class OldActor:
         copy = self.engines_copy
         held = self.held or 0
         resumed_between = step == self.first_step and step % self.interval != 0
-        return (
-            (copy, held)
-            if copy is not None and held < step and resumed_between
-            else ("actor", step)
-        )
+        if copy is not None and held < step and resumed_between:
+            return copy, held
+        return "actor", step
 
     def updated(self, actor: HoldsCopies, version: str) -> None:
         """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does
@@ -193,8 +193,9 @@ class Trainer:
     def train_early_part(self, refs: Batches) -> None:
         """Start to train on the next part of a rollout that is still generated."""
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        part = self.actor.start_on_parts(TrainActor.train_early_part, refs, len(self.parts))
-        self.parts.append(part)
+        self.parts.append(
+            self.actor.start_on_parts(TrainActor.train_early_part, refs, len(self.parts))
+        )
 
     def train(self, rollout_id: int, refs: Batches, critic_refs: Batches = ()) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values,
@@ -264,17 +265,16 @@ class Trainer:
             self._log_result(result)
         _, values = critic.finish(scoring, rollout_id)
         of_actor = critic.entries_from(actor, log_probs) or [[] for _ in values]
-        known = _joined(values, of_actor)
-        training = critic.begin("train", rollout_id, critic_refs, known)
+        training = critic.begin("train", rollout_id, critic_refs, _joined(values, of_actor))
         if trains_actor:
-            of_critic = actor.entries_from(critic, values)
-            known = _joined(log_probs, of_critic)
+            known = _joined(log_probs, actor.entries_from(critic, values))
             self._log_result(actor.run("train", rollout_id, refs, known)[0])
         self.log.pending.update(critic.finish(training, rollout_id)[0]["metrics"])
 
     def _log_result(self, result: TrainResult) -> None:
-        timings = {f"perf/{name}_time": seconds for name, seconds in result["timings"].items()}
-        self.log.pending |= result["metrics"] | timings
+        self.log.pending |= result["metrics"]
+        for name, seconds in result["timings"].items():
+            self.log.pending[f"perf/{name}_time"] = seconds
 
     # --- colocated: which group is on the accelerator ----------------------------------------
 
@@ -321,8 +321,8 @@ class Trainer:
         if self.colocated:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"
-                used = {f"memory/{phase}/{role}{name}": gib for name, gib in group.memory().items()}
-                self.log.pending.update(used)
+                for name, gib in group.memory().items():
+                    self.log.pending[f"memory/{phase}/{role}{name}"] = gib
 
 
 def _joined(entries: list[Entries], more: list[Entries]) -> list[Entries]:
@@ -341,30 +341,22 @@ measurement.
 
 
 def settle_token_budget(
-    args: Args,
-    trainer: Trainer,
-    manager: ManagerClient,
-    on_gpu: bool,
-    manifest: Manifest | None,
-) -> Args:
+    parts: Parts, placement: Placement, trainer: Trainer, manager: ManagerClient
+) -> None:
     """Find the token budget and pass it to all processes that pack samples into micro-batches.
 
-    Does nothing if the flag is given, or without a GPU.
-
-    Args:
-        manifest: The manifest of the snapshot from which the run resumes. With the same number of
-            GPUs, the run packs as it did before.
-
-    Returns:
-        ``args`` with the budget.
+    Does nothing if the flag is given, or without a GPU. A run that resumes from a snapshot with the
+    same number of GPUs packs as it did before.
     """
+    args = parts.args
+    manifest = parts.begin.manifest
     # Two deterministic runs must pack alike, even if one finds less free memory. In float32 there is
     # no varlen kernel on GPUs, so memory grows with the square of a sample's length, which the
     # measurement does not cover.
     unmeasured = args.deterministic or args.train_dtype == "float32"
     given = not args.use_dynamic_batch_size or "max_tokens_per_gpu" in args.explicit
-    if given or unmeasured or trainer.actor is None or not on_gpu:
-        return args
+    if given or unmeasured or trainer.actor is None or not placement.on_gpu:
+        return
     tokens = None
     if manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks):
         tokens = manifest.get("settings", {}).get("max_tokens_per_gpu")
@@ -380,17 +372,17 @@ def settle_token_budget(
             measurements += group.measure_memory(share)
         tokens = budget(measurements, longest)
         trainer.log.note(explanation(tokens, longest, measurements))
-    own_budget = (
-        args.log_probs_max_tokens_per_gpu
-        if "log_probs_max_tokens_per_gpu" in args.explicit
-        else None
-    )
-    forward_only = own_budget or tokens
+    own_budget = "log_probs_max_tokens_per_gpu" in args.explicit
+    budgets = {
+        "max_tokens_per_gpu": tokens,
+        "log_probs_max_tokens_per_gpu": (own_budget and args.log_probs_max_tokens_per_gpu)
+        or tokens,
+    }
     for group in trainer.groups:
-        group.set_token_budgets(tokens, forward_only)
+        group.set_token_budgets(budgets)
     what = "the rollout manager to take the token budget"
-    manager.call(what, RolloutManager.set_token_budgets, tokens, forward_only)
-    return args.with_values(max_tokens_per_gpu=tokens, log_probs_max_tokens_per_gpu=forward_only)
+    manager.call(what, RolloutManager.set_token_budgets, budgets)
+    parts.args = args.with_values(**budgets)
 
 
 def memory_share(checkpoint: str) -> float:

@@ -61,10 +61,9 @@ class UnknownName(AttributeError):
         # A name that exists with another backend needs another answer than a typing error.
         known = by_name("megatron").get(self._name)
         if known is not None:
-            option = known.flag.option
             return (
-                f"args has no attribute {self._name!r}: {option} is not given, and only Megatron "
-                "has a default"
+                f"args has no attribute {self._name!r}: {known.flag.option} is not given, and only "
+                "Megatron has a default"
             )
         return f"args has no attribute {self._name!r}{did_you_mean(self._name, self._values)}"
 

@@ -171,8 +171,9 @@ def gpu_problems(args: Args, there: int) -> list[str]:
     """
     problems = engines_beside_trainer(args, shared_groups(args))
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    has_none = args.debug_train_only or args.rollout_external_engine_addrs
-    rollout = 0 if has_none else args.rollout_num_gpus
+    rollout = args.rollout_num_gpus
+    if args.debug_train_only or args.rollout_external_engine_addrs:
+        rollout = 0
     needed = (max(train, rollout) if args.colocate else train + rollout) + args.critic_gpus
     if needed <= there:
         return problems
@@ -225,7 +226,7 @@ def inline_engine(args: Args) -> Literal["no port", "port"] | None:
     if not args.inline or args.rollout_backend != "embedded" or args.rollout_external_engine_addrs:
         return None
     # A function of slime reaches the engine by calls of this process.
-    paths = [getattr(args, name) for name in _USERS_HOOKS]
-    return (
-        "port" if any(path and not str(path).startswith("slime.") for path in paths) else "no port"
-    )
+    for path in (getattr(args, name) for name in _USERS_HOOKS):
+        if path and not str(path).startswith("slime."):
+            return "port"
+    return "no port"

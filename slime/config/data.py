@@ -77,27 +77,31 @@ class DataConfig(Section):
     """Chat format by which the loss mask of SFT samples is computed"""
 
 
-def derive_named_data(args: Args) -> list[str]:
+def derive_named_data(
+    data: DataConfig, reward: RewardConfig, generates: bool, notices: list[str]
+) -> list[str]:
     """Replace a name in ``--prompt-data`` by a file, and select its usual reward if no flag provides
     one.
 
     Names of evaluation sets are replaced by
-    :func:`slime.data.eval_config.resolve_eval_datasets`."""
-    name = data_name(args.prompt_data) if args.prompt_data else None
+    :func:`slime.data.eval_config.resolve_eval_datasets`.
+
+    Args:
+        generates: Whether a function of the user generates, which may give rewards.
+    """
+    name = data_name(data.prompt_data) if data.prompt_data else None
     if name is None:
         return []
-    option = f"--prompt-data {args.prompt_data}"
+    option = f"--prompt-data {data.prompt_data}"
     try:
-        args.prompt_data = name.file()
+        data.prompt_data = name.file()
     except NamedDataError as error:
         return [f"{option}: {error}"]
-    args.notices.append(f"{option}: its rows are in {args.prompt_data}")
+    notices.append(f"{option}: its rows are in {data.prompt_data}")
     kind = name.reward_type
-    if kind and not (args.rm_type or args.custom_rm_path or args.custom_generate_function_path):
-        args.fill(math_answer="any", rm_type=kind)
-        args.notices.append(
-            f"no flag provides rewards: --rm-type is {kind}, as usual for {name.path}"
-        )
+    if kind and not (reward.rm_type or reward.custom_rm_path or generates):
+        reward.fill(math_answer="any", rm_type=kind)
+        notices.append(f"no flag provides rewards: --rm-type is {kind}, as usual for {name.path}")
     return []
 
 
@@ -127,7 +131,10 @@ def derive_data(args: Args) -> None:
     # to evaluations.
     if args.eval_max_context_len is not None and "rollout_max_prompt_len" not in args.explicit:
         args.fill(eval_max_prompt_len=args.eval_max_context_len - 1)
-    derive_reward(args, row)
+    own = args.loss_type in SFT_LIKE or args.rollout_function_path not in OWN_FUNCTIONS
+    told = derive_reward(args, args.label_key, row, own or args.debug_train_only)
+    if args.custom_generate_function_path is None:
+        args.notices += told
 
 
 @dataclass
@@ -174,8 +181,11 @@ class EvalConfig(Section):
 
 def can_evaluate(evaluation: EvalConfig, rollout_function: str) -> bool:
     """Whether there are data to evaluate, or a function of the user's that may need none."""
-    own = evaluation.eval_function_path not in (rollout_function, *OWN_FUNCTIONS)
-    return bool(own or evaluation.eval_prompt_data or evaluation.eval_config)
+    return bool(
+        evaluation.eval_prompt_data
+        or evaluation.eval_config
+        or evaluation.eval_function_path not in (rollout_function, *OWN_FUNCTIONS)
+    )
 
 
 def derive_evaluation(evaluation: EvalConfig, rollout_function: str) -> list[str]:
@@ -238,25 +248,27 @@ class RewardConfig(Section):
     """Number of verifier processes. Default: half of the scoring machine's cores, at least 2"""
 
 
-def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
+def derive_reward(
+    reward: RewardConfig, key: str | None, row: Mapping[str, object] | None, elsewhere: bool
+) -> list[str]:
     """If no flag provides rewards, use ``--rm-type remote_rm`` with ``--rm-url``, and otherwise
-    ``math`` if the first row has a label.
+    ``math`` if the first row has a label; return what is told.
+
+    Args:
+        key: ``--label-key``.
+        elsewhere: Whether the run needs no reward, or gets it from a function of the user.
     """
-    args.fill(math_answer="boxed" if args.rm_type else "any")
-    scored_elsewhere = args.loss_type in SFT_LIKE or args.rollout_function_path not in OWN_FUNCTIONS
-    if args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only:
-        return
+    reward.fill(math_answer="boxed" if reward.rm_type else "any")
     # Without a readable row, the check of the data tells that a reward is missing.
-    key = args.label_key
     has_label = row is not None and key is not None and lookup(row, key) is not None
-    if not (args.rm_url or has_label):
-        return
-    args.rm_type = "remote_rm" if args.rm_url else "math"
-    if args.custom_generate_function_path is None:
-        why = "--rm-url names a server" if args.rm_url else f"rows have a {key!r}"
-        args.notices.append(
-            f"neither --rm-type nor --custom-rm-path is given: {why}, so --rm-type is {args.rm_type}"
-        )
+    given = reward.rm_type or reward.custom_rm_path or elsewhere
+    if given or not (reward.rm_url or has_label):
+        return []
+    why = "--rm-url names a server" if reward.rm_url else f"rows have a {key!r}"
+    reward.rm_type = "remote_rm" if reward.rm_url else "math"
+    return [
+        f"neither --rm-type nor --custom-rm-path is given: {why}, so --rm-type is {reward.rm_type}"
+    ]
 
 
 def reward_type_problem(rm_type: str, rm_url: str | None) -> str | None:

@@ -108,8 +108,9 @@ def served_models(args: Args) -> list[ServedModel]:
     checkpoint = str(args.hf_checkpoint)
     per_engine = args.rollout_num_gpus_per_engine
     if args.sglang_config:
-        read = find("groups", "sglang")
-        models: list[ServedModel] = read(args.sglang_config, checkpoint, per_engine)
+        models: list[ServedModel] = find("groups", "sglang")(
+            args.sglang_config, checkpoint, per_engine
+        )
         return models
     # The first engines only prefill, and the others only decode. A number above that of the engines
     # is refused by the checks, which also run after this plan was made.

@@ -161,8 +161,8 @@ def read_chat_template(checkpoint: str) -> str | None:
     if config is None:
         return None
     try:
-        more = sorted(config.parent.glob("additional_chat_templates/*.jinja"))
-        files = [config.parent / "chat_template.jinja", *more]
+        files = sorted(config.parent.glob("additional_chat_templates/*.jinja"))
+        files.insert(0, config.parent / "chat_template.jinja")
         texts = [file.read_text() for file in files if file.is_file()]
         given = json.loads(config.read_text()).get("chat_template")
     except (OSError, ValueError, AttributeError):
@@ -217,12 +217,14 @@ def media_token_ids(checkpoint: str | None) -> list[int]:
     """Return the token ids that are replaced by features of an image, video or audio, and Gemma 3's
     start of an image, in whose place its processor puts them; empty for a text model."""
     config = model_config(checkpoint)
-    names = (
-        f"{kind}_token_{end}"
-        for kind in ("image", "video", "audio", "boi")
-        for end in ("id", "index")
+    return sorted(
+        {
+            number
+            for kind in ("image", "video", "audio", "boi")
+            for end in ("id", "index")
+            if isinstance(number := config.get(f"{kind}_token_{end}"), int)
+        }
     )
-    return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
 
 
 def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:

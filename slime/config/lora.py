@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.config.files import regular_expression
 from slime.config.flag import Section, flag
 from slime.config.run import InitialWeights, weights_path
-from slime.config.weight_sync import transport_part
+from slime.config.weight_sync import WeightSyncConfig, transport_part
 from slime.registry import load
 
 if TYPE_CHECKING:
@@ -80,17 +80,21 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return None
-    is_adapter = isinstance(content, dict) and all(
+    if isinstance(content, dict) and all(
         isinstance(content.get(name), int | float) for name in ("r", "lora_alpha")
-    )
-    return content if is_adapter else None
+    ):
+        return content
+    return None
 
 
-def derive_lora(args: Args) -> None:
-    found = adapter_file(args.load) or {}
+def derive_lora(
+    lora: LoraConfig, sync: WeightSyncConfig, load_path: str | None, embedded: bool
+) -> None:
+    """Fill in the shape of the adapter and how it is sent; ``embedded`` engines can load it."""
+    found = adapter_file(load_path) or {}
     # A resumed run without these flags goes on with the adapter that it has.
     targets = found.get("target_modules") or ["all-linear"]
-    args.fill(
+    lora.fill(
         lora_rank=int(found.get("r", 0)),
         lora_alpha=float(found.get("lora_alpha", 32)),
         use_rslora=bool(found.get("use_rslora", False)),
@@ -100,14 +104,13 @@ def derive_lora(args: Args) -> None:
     )
     # SGLang merges by default: an update by adapter needs its LoRA kernels and restricts the
     # layers.
-    embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
     by_adapter = (
-        args.lora_rank
+        lora.lora_rank
         and embedded
-        and EXPERTS not in args.lora_target_modules
-        and not load(transport_part(args).target).through_folder
+        and EXPERTS not in lora.lora_target_modules
+        and not load(transport_part(sync).target).through_folder
     )
-    args.fill(lora_sync="adapter" if by_adapter else "merged")
+    lora.fill(lora_sync="adapter" if by_adapter else "merged")
 
 
 def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
@@ -125,8 +128,7 @@ def engine_adapter(rank: int, sync: str, backend: str) -> str | None:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model with routed experts."""
-    text = config.get("text_config") or config
-    return any(text.get(name) for name in _EXPERTS)
+    return any((config.get("text_config") or config).get(name) for name in _EXPERTS)
 
 
 def check_lora(args: Args) -> list[str]:

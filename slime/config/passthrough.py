@@ -137,10 +137,15 @@ def options() -> dict[str, Spelling]:
 def _option(family: str, option: str, entry: TableEntry) -> Spelling:
     kind = entry["kind"]
     is_bool = kind in ("switch", "negative", "toggle")
-    value_type = bool if is_bool else _TYPES[entry.get("type", "str")]
-    choices = tuple(entry.get("choices", ()))
-    default = entry.get("default")
-    flag = Flag(entry["dest"], option, kind, value_type, default, family, fixed_choices=choices)
+    flag = Flag(
+        entry["dest"],
+        option,
+        kind,
+        bool if is_bool else _TYPES[entry.get("type", "str")],
+        entry.get("default"),
+        family,
+        fixed_choices=tuple(entry.get("choices", ())),
+    )
     # The table lists both spellings of a toggle as one.
     no_form = kind == "toggle" and option.removeprefix(f"--{family}-").startswith("no-")
     return Spelling(flag, family, not no_form and kind != "negative")

@@ -58,10 +58,10 @@ def import_environment(here: bool = True) -> dict[str, str]:
     The latter come after all others (:mod:`slime`), so that a ``random.py`` there never takes the
     place of Python's.
     """
-    package = str(Path(__file__).resolve().parents[2])
-    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    places = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    places.append(str(Path(__file__).resolve().parents[2]))
     return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*known, package])),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(places)),
         "SLIME_WORKING_DIRECTORY": os.getcwd() * here,
     }
 

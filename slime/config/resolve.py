@@ -50,7 +50,8 @@ def resolve_defaults(
     # them.
     start.derive_backends(args, machine, args.inline)
     trainer.derive_model(args, machine)
-    lora.derive_lora(args)
+    embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
+    lora.derive_lora(args, args, args.load, embedded)
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
     # environment or an agent program selects functions of its own.
     observability.derive_debug_modes(args)
@@ -63,7 +64,8 @@ def resolve_defaults(
         problems += find("resolver", name)(args)
     # A data set by name becomes a file here, because the next derivation reads the first row of the
     # file.
-    problems += data.derive_named_data(args)
+    generates = bool(args.custom_generate_function_path)
+    problems += data.derive_named_data(args, args, generates, args.notices)
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += layout.derive_batch(args)
@@ -169,6 +171,5 @@ def validate(
     What the data files hold is checked by :mod:`slime.data.validate`.
     """
     run = Run(args, asynchronous, machine or this_machine())
-    problems = [problem for check in _checks(run) for problem in check]
     # Rules are checked even if other checks fail, so that one call tells everything.
-    return problems + check_rules(run)
+    return [problem for check in _checks(run) for problem in check] + check_rules(run)

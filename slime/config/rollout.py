@@ -149,16 +149,14 @@ def old_actor_lag(asynchrony: AsyncConfig, interval: int, fully_async: bool = Fa
         0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across
         an update.
     """
-    buffered = asynchrony.async_buffer_size
     bound = asynchrony.max_weight_staleness
     # The rollout may not start before the update that its step needs.
     if bound is not None and bound < interval:
         return 0
     # Several rollouts are in progress then, and which of them an update interrupts depends on their
     # speed.
-    if fully_async or (buffered > 1 and (bound is None or bound > interval)):
-        return None
-    return 1
+    several = asynchrony.async_buffer_size > 1 and (bound is None or bound > interval)
+    return None if fully_async or several else 1
 
 
 def is_fully_async(rollout: RolloutConfig) -> bool:

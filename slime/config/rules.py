@@ -235,8 +235,7 @@ def set_defaults(run: Run) -> None:
     args = run.args
     for rule in all_rules().defaults:
         name = spellings()[underscored(rule.sets)].flag.name
-        is_open = name not in args.explicit and not vars(args)[name]
-        if is_open and rule.broken(run):
+        if name not in args.explicit and not vars(args)[name] and rule.broken(run):
             setattr(args, name, True)
             if rule.because:
                 args.notices.append(
@@ -297,8 +296,11 @@ class Run(NamedTuple):
 def _returns_groups(run: Run) -> object:
     """Whether unfinished groups can be left when a rollout has all that it needs."""
     args = run.args
-    fetches_more = args.over_sampling_batch_size > args.rollout_batch_size
-    aborts = fetches_more or args.dynamic_sampling_filter_path or run.asynchronous
+    aborts = (
+        args.over_sampling_batch_size > args.rollout_batch_size
+        or args.dynamic_sampling_filter_path
+        or run.asynchronous
+    )
     return "rollout_function_path" in args.explicit or (aborts and not args.deterministic)
 
 

@@ -73,9 +73,11 @@ class RunConfig(Section):
 
 def derive_backends(flags: Section, machine: Machine, inline: bool) -> None:
     """Fill in the backends, and the device of the embedded engine."""
-    several = machine.cuda and not inline  # ranks of Megatron are processes
     flags.fill(
-        train_backend="megatron" if several and installed("megatron.core") else "fsdp",
+        # ranks of Megatron are processes
+        train_backend="megatron"
+        if machine.cuda and not inline and installed("megatron.core")
+        else "fsdp",
         rollout_backend="sglang" if machine.cuda and installed("sglang") else "embedded",
         embedded_device="cuda" if machine.cuda else "cpu",
     )
@@ -108,12 +110,13 @@ def _resumed_run(load: str, output_dir: str) -> str | None:
     """
     # Curves of a resumed run continue in the same folder, which the user need not name again.
     folder = Path(load).resolve()
-    inside = (
+    if (
         folder.name == "checkpoints"
         and folder.parent.parent == Path(output_dir).resolve()
         and folder.is_dir()
-    )
-    return folder.parent.name if inside else None
+    ):
+        return folder.parent.name
+    return None
 
 
 @dataclass
@@ -218,9 +221,11 @@ class InitialWeights:
     @classmethod
     def of(cls, flags: CheckpointConfig, hf_checkpoint: str | None) -> InitialWeights:
         assert hf_checkpoint is not None, "the checks of the flags require it"
-        load = weights_path(flags.load, flags.ckpt_step)
-        ref_load = weights_path(flags.ref_load, flags.ref_ckpt_step)
-        return cls(load, ref_load, hf_checkpoint)
+        return cls(
+            weights_path(flags.load, flags.ckpt_step),
+            weights_path(flags.ref_load, flags.ref_ckpt_step),
+            hf_checkpoint,
+        )
 
     def hf_folder(self) -> str:
         """Return the Hugging Face checkpoint that has the configuration of the initial weights."""

@@ -254,9 +254,9 @@ def check_roles(args: Args) -> list[str]:
     for role in ROLES:
         changed, wrong = _changed(args, role)
         problems += [f"{_ROLES_OPTION}: {role}: {problem}" for problem in wrong]
-        alone = role == "critic" and args.critic_gpus
-        changes = ParallelLayout.from_args(changed) != ParallelLayout.from_args(args)
-        if not wrong and not alone and changes:
+        if wrong or (role == "critic" and args.critic_gpus):
+            continue
+        if ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
             problems.append(
                 f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one "
                 "(--critic-num-gpus-per-node gives the critic GPUs of its own)"
@@ -358,6 +358,6 @@ def why_missing(option: str) -> str | None:
     Args:
         option: The flag with its ``--``; ``_`` and ``-`` are equivalent.
     """
-    known = (find("missing flag", name) for name in parts("missing flag"))
-    reasons = (reason(option.replace("_", "-")) for reason in known)
-    return next(filter(None, reasons), None)
+    words = option.replace("_", "-")
+    known = (find("missing flag", name)(words) for name in parts("missing flag"))
+    return next(filter(None, known), None)

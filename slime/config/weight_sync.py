@@ -79,5 +79,5 @@ def transport_part(sync: WeightSyncConfig) -> Part:
     """Return the registered part that sends the weights: that of a mode other than ``full`` decides
     before that of ``--update-weight-transport``.
     """
-    modes = parts("weight mode")
-    return modes.get(sync.update_weight_mode) or parts("transport")[sync.update_weight_transport]
+    mode = parts("weight mode").get(sync.update_weight_mode)
+    return mode or parts("transport")[sync.update_weight_transport]

@@ -71,7 +71,8 @@ def place_of_copies(
     """
     backend = make("llama")
     args = make_args(paths["llama"], use_kl_loss=True, offload_train=False, colocate=False)
-    place = partial(keeps_copies_on_device, CopySettings.from_args(args), backend.named_parameters)
+    copies = CopySettings.of(TrainNeeds.from_args(args), args, args, False, None)
+    place = partial(keeps_copies_on_device, copies, backend.named_parameters)
     return dict(everywhere=place(10**9), on_one_rank=place(10**9 if backend.rank == 0 else 0))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device
+from slime.backends.base import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 
 MODES: dict[str, dict[str, Any]] = {
@@ -135,7 +136,7 @@ def test_copies_stay_on_the_accelerator_where_they_take_an_eighth_of_what_is_fre
 ) -> None:
     named = [("weight", torch.zeros(4, 8))]  # 128 bytes
     args = make_args("x", **({"offload_train": False, "colocate": False} | flags))
-    settings = CopySettings.from_args(args)
+    settings = CopySettings.of(TrainNeeds.from_args(args), args, args, False, None)
     assert keeps_copies_on_device(settings, named, free) == kept
     assert not keeps_copies_on_device(settings, named), "there is no accelerator here"
 
@@ -150,7 +151,6 @@ def test_a_rank_without_parameters_takes_part_in_the_choice_of_the_place(
     monkeypatch.setattr(
         "slime.backends.bank.dist.all_reduce", lambda tensor, op: asked.append(tensor)
     )
-    settings = CopySettings.from_args(
-        make_args("x", use_kl_loss=True, offload_train=False, colocate=False)
-    )
+    args = make_args("x", use_kl_loss=True, offload_train=False, colocate=False)
+    settings = CopySettings.of(TrainNeeds.from_args(args), args, args, False, None)
     assert keeps_copies_on_device(settings, []) and len(asked) == 1

@@ -87,7 +87,7 @@ def manager(tmp_path: Path, words: str, function: str) -> RolloutManager:
         rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
     )  # fmt: skip
     layout: Any = None
-    return RolloutManager(args, str(tmp_path), layout, layout, RunKeys())
+    return RolloutManager(args, tmp_path, layout, layout, RunKeys())
 
 
 @pytest.mark.parametrize(

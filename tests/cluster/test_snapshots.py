@@ -208,7 +208,7 @@ def test_a_resume_restores_the_data_source_and_names_changed_settings(tmp_path: 
     begin, driver = start_of(args), Driver()
     restore(driver, args)
     assert begin.snapshot is not None
-    assert driver.actor_manager.arguments["load_state"] == [(6, str(begin.snapshot.path), 2)]
+    assert driver.actor_manager.arguments["load_state"] == [(6, begin.snapshot.path, 2)]
     assert "rollout 7" in driver.printed.getvalue()
     changed = (
         "settings that differ from the saved run's: critic_lr: 1e-06 -> 2e-06; lr: 1e-06 -> 2e-06"

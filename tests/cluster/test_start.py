@@ -101,7 +101,7 @@ def test_the_number_of_rollouts_is_given_or_follows_from_the_data(
         rollout_external_engine_addrs=["127.0.0.1:1"],  # so that it starts none
     )
     layout: Any = None
-    manager = RolloutManager(args, str(tmp_path), layout, layout, RunKeys())
+    manager = RolloutManager(args, tmp_path, layout, layout, RunKeys())
     assert manager.num_rollout() == manager.args.num_rollout == expected
     assert args.num_rollout == num_rollout
 
@@ -132,7 +132,7 @@ def test_engines_start_before_the_data_is_read_and_end_if_that_fails(
     monkeypatch.setattr(f"{room}.load_function", lambda _: Missing)
     layout: Any = None
     with pytest.raises(OSError, match="no such file"):
-        RolloutManager(make_args(), str(tmp_path), layout, layout, RunKeys())
+        RolloutManager(make_args(), tmp_path, layout, layout, RunKeys())
     assert done == ["begin", "read", "stop"]
 
 

@@ -196,8 +196,8 @@ class Group:
         self.shares.append(share)
         return [Measurement(tokens, 1024.0, tokens * 1024.0) for tokens in self.tokens]
 
-    def set_token_budgets(self, training: int, forward_only: int) -> None:
-        self.budgets = training, forward_only
+    def set_token_budgets(self, budgets: dict[str, int]) -> None:
+        self.budgets = budgets["max_tokens_per_gpu"], budgets["log_probs_max_tokens_per_gpu"]
 
 
 class Settled:
@@ -220,9 +220,12 @@ class Settled:
             log=SimpleNamespace(note=self.notes.append),
         )
         manager: Any = SimpleNamespace(
-            call=lambda what, method, *budgets: self.told.append(budgets)
+            call=lambda what, method, budgets: self.told.append(tuple(budgets.values()))
         )
-        self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest)
+        parts: Any = SimpleNamespace(args=args, begin=SimpleNamespace(manifest=manifest))
+        placement: Any = SimpleNamespace(on_gpu=on_gpu)
+        settle_token_budget(parts, placement, trainer, manager)
+        self.args = parts.args
 
 
 def test_everyone_packs_by_what_the_tightest_rank_has_room_for() -> None:
@@ -293,8 +296,9 @@ def test_ranks_and_rollout_manager_pack_by_it() -> None:
         args=gpu_args(), backend=SimpleNamespace(device=SimpleNamespace(type="cpu"))
     )
     manager: Any = SimpleNamespace(args=gpu_args())
-    TrainActor.set_token_budgets(rank, 5120, 9216)
-    RolloutManager.set_token_budgets(manager, 5120, 9216)
+    budgets = {"max_tokens_per_gpu": 5120, "log_probs_max_tokens_per_gpu": 9216}
+    TrainActor.set_token_budgets(rank, budgets)
+    RolloutManager.set_token_budgets(manager, budgets)
     assert (rank.backend.packing.max_tokens, rank.backend.packing.forward_max_tokens) == (
         5120,
         9216,

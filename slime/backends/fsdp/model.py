@@ -134,8 +134,10 @@ def build_scorer(
 
 def _require_caps(model: PreTrainedModel, attention: str | None) -> None:
     if attention == "sdpa" and plain_attention(model.config) == "eager":
-        what = f"{type(model).__name__} soft-caps its scores, which SDPA leaves out"
-        raise ModelError(f"{what}: use --attn-implementation eager")
+        raise ModelError(
+            f"{type(model).__name__} soft-caps its scores, which SDPA leaves out: use "
+            "--attn-implementation eager"
+        )
 
 
 def _of_role(policy: PolicyScorer, role: str, loss: LossType | None, seed: int) -> Scorer:

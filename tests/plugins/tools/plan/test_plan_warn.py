@@ -31,10 +31,9 @@ def test_the_drivers_name_says_the_kind(tmp_path: Path, name: str, kind: str | N
     assert warn.installed_kind(tmp_path / "none") is None
 
 
-def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_run_is_warned_of_only_if_it_will_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime.cluster.checks import print_warnings
     from slime.config.machine import Machine
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
@@ -56,11 +55,10 @@ def test_the_start_of_a_run_warns_only_if_it_will_not_fit(
         )
         assert not problems + resolve_defaults(args, machine=Machine(1, 16, False))
         monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
-        print_warnings(args)
-        return capsys.readouterr().err
+        return "\n".join(warn.misfits(args))
 
     assert started(DENSE, "h200") == ""
-    assert "not fit" in started(DENSE, "a100-40gb")
+    assert "GiB of 39.4 on each GPU" in started(DENSE, "a100-40gb")
     assert "more GPUs" in started(EXPERTS | {"num_hidden_layers": 47}, "h200")
     assert started(DENSE, None) == ""
     assert started(DENSE, "a100-40gb", "embedded") == "", "it sizes its cache by what is free"
