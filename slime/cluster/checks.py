@@ -182,6 +182,7 @@ def _here(named: dict[str, str]) -> dict[str, str]:
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and
     a snapshot whose rollouts could not be scored (:func:`check_same_old_actor`)."""
+    load = args.load
     from slime.checkpoint.files import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
@@ -195,33 +196,33 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     except SnapshotError as error:
         problems.append(str(error))
     try:
-        if args.load:
-            folder = Path(args.load).expanduser()
+        if load:
+            folder = Path(load).expanduser()
             hooks = [getattr(args, name) for name, flag in FLAGS.items() if flag.kind == "hook"]
             own_classes = any(path and not str(path).startswith("slime.") for path in hooks)
-            snapshot = snapshot_of(args.load, args.ckpt_step, digests=False)
+            snapshot = snapshot_of(load, args.ckpt_step, digests=False)
             place = folder if snapshot is None else snapshot.path
             if snapshot is not None and (hostile := hostile_file(place, own_classes)):
-                problems.append(f"--load {args.load}: {hostile}")
-            problems += _wrong_backend(args.load, place, args.train_backend)
+                problems.append(f"--load {load}: {hostile}")
+            problems += _wrong_backend(load, place, args.train_backend)
             if snapshot is not None and not args.finetune:
                 check_same_old_actor(
                     snapshot.manifest,
                     {n: getattr(args, n) for n in DECIDES_OLD_ACTOR},
                     asynchronous,
                 )
-            if adapter_file(args.load) is not None:
+            if adapter_file(load) is not None:
                 # imports torch, which the driver does not need otherwise
                 from slime.models import peft_files
 
                 peft_files.read_config(folder)
             elif (
-                args.load != args.save
+                load != args.save
                 and kind(folder) == "empty"
-                and not megatron_folder(args.load)
-                and not other_folder(args.load, args.ckpt_step)
+                and not megatron_folder(load)
+                and not other_folder(load, args.ckpt_step)
             ):
-                problems += _nothing_to_load(args.load, folder)
+                problems += _nothing_to_load(load, folder)
         if args.use_critic and args.critic_load:
             problems += _check_critic(args.critic_load, args.hf_checkpoint)
     except (SnapshotError, ModelError, ResumeError) as error:
@@ -257,11 +258,11 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-    shown = ", ".join([*there[:3], *["..."] * (len(there) > 3)])
+    shown = there[:3] + ["..."] * (len(there) > 3)
     return [
         f"--load {named}: neither snapshots (iter_*; in outputs/RUN, these are in checkpoints/), nor "
         "a Hugging Face folder (config.json), nor Megatron weights (torch_dist), nor an adapter "
-        f"(adapter_config.json) were found there, only {shown}"
+        f"(adapter_config.json) were found there, only {', '.join(shown)}"
     ] if there else []  # fmt: skip
 
 

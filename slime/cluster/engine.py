@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
@@ -65,8 +65,9 @@ class EngineActor:
         self.start_seconds = start_seconds
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         door().log_to(log_dir, f"engine-actor-{name}")
-        log = log_dir / f"engine-{name}.log"
-        self.process = start_engine(settings, spec, door().address(), log, gpu_ids, node)
+        self.process = start_engine(
+            settings, spec, door().address(), log_dir / f"engine-{name}.log", gpu_ids, node
+        )
 
     def wait_ready(self) -> str:
         """Block until the server answers, and return its URL.
@@ -231,10 +232,10 @@ class EngineStatus:
         fatal: Why the run must end, or None.
     """
 
-    serving: list[str] = field(default_factory=list)
-    unsynced: list[str] = field(default_factory=list)
-    slots: dict[str, range] = field(default_factory=dict)
-    fatal: str | None = None
+    serving: list[str]
+    unsynced: list[str]
+    slots: dict[str, range]
+    fatal: str | None
 
     @property
     def alive(self) -> list[str]:

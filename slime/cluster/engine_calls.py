@@ -110,9 +110,10 @@ def call_each(fleet: EngineFleet, call: Callable[[EngineHandle], Awaitable[None]
     Raises:
         EngineError: An engine failed, and the run is without ``--use-fault-tolerance``.
     """
-    engines = [*map(EngineHandle, fleet.urls())]
-    what = "release or resume its memory"
-    _, failed = run(on_each(engines, call, what, CONTROL_DEADLINE_SECONDS))
+    engines = [EngineHandle(url) for url in fleet.urls()]
+    _, failed = run(
+        on_each(engines, call, "release or resume its memory", CONTROL_DEADLINE_SECONDS)
+    )
     if failed and not fleet.settings.tolerant:
         raise next(iter(failed.values()))
     fleet.lose({url: str(error) for url, error in failed.items()})

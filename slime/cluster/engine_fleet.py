@@ -66,27 +66,27 @@ class EngineFleet:
         log_dir: Path,
         launch: Callable[[int], Sequence[ActorHandle]],
         specs: Sequence[EngineSpec],
-        external: Sequence[str] = (),
-        keys: RunKeys | None = None,
+        external: Sequence[str],
+        keys: RunKeys,
     ) -> None:
-        self.keys = keys or RunKeys()
+        self.keys = keys
         self.settings = settings
         self.log_dir = log_dir
         self.launch = launch
         count = len(specs)
-        self.engines = [Engine(spec) for spec in specs]
-        self.engines += [
+        self.engines = engines = [Engine(spec) for spec in specs]
+        engines += [
             Engine(EngineSpec(count + i, "", slot=i), url.rstrip("/"), "serving", external=True)
             for i, url in enumerate(external)
         ]
-        for engine in self.engines[count:]:
+        for engine in engines[count:]:
             send_key(engine.url, self.keys.engine)
         # Only engines of one kind, behind a router of this run, are divided.
         alike = all(
-            (e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in self.engines
+            (e.spec.model, e.spec.worker_type) == (DEFAULT_MODEL, "regular") for e in engines
         )
-        divided = alike and len(self.engines) > 1 and settings.router.address is None
-        self.shares = min(settings.workers, len(self.engines)) if divided else 0
+        divided = alike and len(engines) > 1 and settings.router.address is None
+        self.shares = min(settings.workers, len(engines)) if divided else 0
         self.count = count
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
@@ -96,7 +96,7 @@ class EngineFleet:
         # held while routers are restarted; always taken before the other
         self._router_lock = threading.Lock()
         # enough threads to start or end all engines at the same time
-        self._threads = ThreadPoolExecutor(2 * len(self.engines) + 1, thread_name_prefix="engines")
+        self._threads = ThreadPoolExecutor(2 * len(engines) + 1, thread_name_prefix="engines")
         self.monitor = HealthMonitor(self)
         self.loads: LoadRecord | None = None
 
@@ -106,9 +106,9 @@ class EngineFleet:
         """URLs of the engines in one of ``states``; by default of all that answer, whatever weights
         they hold.
         """
-        wanted = states or ("serving", "unsynced")
+        states = states or ("serving", "unsynced")
         with self.lock:
-            return [engine.url for engine in self.engines if engine.state in wanted]
+            return [engine.url for engine in self.engines if engine.state in states]
 
     def status(self) -> EngineStatus:
         with self.lock:
@@ -116,10 +116,7 @@ class EngineFleet:
             serving, unsynced = (
                 [e.url for e in updated if e.state == state] for state in ("serving", "unsynced")
             )
-            slots = {
-                engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus)
-                for engine in updated
-            }
+            slots = {e.url: range(e.spec.slot, e.spec.slot + e.spec.num_gpus) for e in updated}
         return EngineStatus(serving, unsynced, slots, self.fatal)
 
     def counts(self) -> dict[str, float]:
@@ -375,8 +372,12 @@ class EngineFleet:
             with self.lock:
                 return not any(e.state == "starting" or e.ending for e in self.engines)
 
-        what = "engines that are started again"
-        wait_for(what, done, self.settings.start_seconds, report=self.report)
+        wait_for(
+            "engines that are started again",
+            done,
+            self.settings.start_seconds,
+            report=self.report,
+        )
 
     # --- the router --------------------------------------------------------------------------
 
@@ -388,9 +389,10 @@ class EngineFleet:
         were lost meanwhile are removed from the new router afterwards.
         """
         with self._router_lock:
-            if self.router is None or self.fatal is not None:
+            router = self.router
+            if router is None or self.fatal is not None:
                 return
-            for model, words in self.router.dead():
+            for model, words in router.dead():
                 logger.error("%s", words)
                 if not self.settings.tolerant:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
@@ -399,11 +401,11 @@ class EngineFleet:
                 with self.lock:
                     workers = self._workers()
                 try:
-                    self.router.restart(model, workers)
+                    router.restart(model, workers)
                     serving = self.urls("serving")
                     for worker in workers:
                         if worker.url not in serving:
-                            self.router.remove_worker(worker.url)
+                            router.remove_worker(worker.url)
                 # A worker may hang, for example; the health checks find it.
                 except (ServerFailed, OSError) as error:
                     logger.error("the router could not be started again: %s", error)

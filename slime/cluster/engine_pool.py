@@ -267,9 +267,9 @@ class EnginePool:
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
-                lost = ", ".join(url for url in urls if url not in left)
                 self.log.note(
-                    f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}"
+                    f"lost {', '.join(url for url in urls if url not in left)} during a weight "
+                    f"update; going on with {', '.join(left) or 'none'}"
                 )
                 urls = left
                 if replace_all and not left:
@@ -331,8 +331,9 @@ class EnginePool:
         If the trainer has trained a step since the last update, the weights of that update exist
         only as the copy of ``--keep-old-actor``. Without it, all engines get the newest weights.
         """
-        trained_since = self.trainer.trained != self.clock.trained
-        copy = self.trainer.old_actor.engines_copy if trained_since else self.clock.model
+        copy: ModelTag | None = self.clock.model
+        if self.trainer.trained != self.clock.trained:
+            copy = self.trainer.old_actor.engines_copy
         if self.cluster.offload_train or self.cluster.offload_rollout:
             # While an engine serves, the trainer has no memory: the restarted engines wait for the
             # next update. If none serves, waiting would not end, because the rollout cannot finish.

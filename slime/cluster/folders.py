@@ -44,18 +44,19 @@ class FolderLock:
             file.parent.mkdir(parents=True, exist_ok=True)
             if not _foreign(file):
                 self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        if _foreign(file, self._descriptor):
+        lock = self._descriptor
+        if _foreign(file, lock):
             self.release()
             raise FolderInUse(
                 f"{what} cannot be locked: {file} is no lock of slime but a link or another file: "
                 "remove it"
             )
-        if self._descriptor is None:
+        if lock is None:
             return
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self._descriptor, 1000).decode(errors="replace").strip()
+            holder = os.read(lock, 1000).decode(errors="replace").strip()
             self.release()
             raise FolderInUse(
                 f"{what} is in use by a run that has not ended ({holder or 'unknown process'}): "
@@ -64,10 +65,8 @@ class FolderLock:
         except OSError:
             return
         with contextlib.suppress(OSError):
-            os.ftruncate(self._descriptor, 0)
-            os.write(
-                self._descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode()
-            )
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
@@ -96,8 +95,11 @@ def lock_run(root: Path, name: str) -> FolderLock:
     Raises:
         FolderInUse: That run has not ended.
     """
-    file = root / RUN_LOCKS / name.replace("/", "-")
-    return FolderLock(file, f"the folder {root / name}", "give this one another --run-name")
+    return FolderLock(
+        root / RUN_LOCKS / name.replace("/", "-"),
+        f"the folder {root / name}",
+        "give this one another --run-name",
+    )
 
 
 def lock_save(folder: str) -> FolderLock:

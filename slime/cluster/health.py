@@ -242,15 +242,16 @@ class ProcessWatch:
         """URLs of the engines whose process or node is gone, with the reason, as far as known after
         ``seconds``.
         """
+        asked = self._asked
         with self._lock:
             for engine in self.fleet.engines:
                 alive = engine.state in ("serving", "unsynced")
-                if alive and not engine.external and engine.url not in self._asked:
-                    self._asked[engine.url] = self._pool.submit(engine.describe)
-            wait(self._asked.values(), seconds)
-            known = {url: call for url, call in self._asked.items() if call.done()}
+                if alive and not engine.external and engine.url not in asked:
+                    asked[engine.url] = self._pool.submit(engine.describe)
+            wait(asked.values(), seconds)
+            known = {url: call for url, call in asked.items() if call.done()}
             for url in known:
-                del self._asked[url]
+                del asked[url]
         gone = {}
         for url, call in known.items():
             error = call.exception()

@@ -65,17 +65,18 @@ class Run:
         If a signal ends the wait, the engines continue, and the next call waits for the same
         rollout.
         """
+        asked = self.asked
         with self.log.phase("rollout"), self.stop.deferred(False):
-            if rollout_id not in self.asked:
-                self.asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
+            if rollout_id not in asked:
+                asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
             # Until its next step, the trainer keeps its weights, so engines that were restarted can
             # get them during this wait.
             batch = self.manager.wait(
-                self.asked[rollout_id],
+                asked[rollout_id],
                 f"rollout {rollout_id} to be generated",
                 meanwhile=partial(self._during_rollout, rollout_id),
             )
-            del self.asked[rollout_id]
+            del asked[rollout_id]
         self.log.add_rollout(batch)
         return batch
 
@@ -301,15 +302,15 @@ class StepLog:
         times = self.display.pop_times()
         step_seconds = now - self._step_started
         waited = sum(seconds for name, seconds in times.items() if name != "perf/train_time")
-        self.pending |= times
-        self.pending["perf/step_time"] = step_seconds
-        self.pending["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
+        step = self.pending | times
+        step["perf/step_time"] = step_seconds
+        step["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
         self._step_started = now
         for name in self.left_out:
-            self.pending.pop(name, None)
-        self._logger.log(self.pending, rollout_id, "rollout/step")
-        self.display.step_line(rollout_id, num_rollout, self.pending, times)
-        self.last_step = self.pending
+            step.pop(name, None)
+        self._logger.log(step, rollout_id, "rollout/step")
+        self.display.step_line(rollout_id, num_rollout, step, times)
+        self.last_step = step
         self.pending = {}
         self._rank_spans = [*self._rank_spans, *of_ranks][-MOST_RANK_SPANS:]
         return [*self._spans, *self._rank_spans]

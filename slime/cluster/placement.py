@@ -96,8 +96,10 @@ class Placement:
         """Where the actor of one slot runs, for :meth:`Actors.create
         <slime.cluster.actors.Actors.create>`.
         """
-        index = self.places[slot].bundle if self.places else slot
-        return self.group.options(index, *((share, share) if self.on_gpu else (0, CPU_SLOT)))
+        return self.group.options(
+            self.places[slot].bundle if self.places else slot,
+            *((share, share) if self.on_gpu else (0, CPU_SLOT)),
+        )
 
     def train_options(self, rank: int, role: str = "actor") -> Mapping[str, Any]:
         slot = rank

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.cluster.actors import door
@@ -56,18 +56,18 @@ class Prefetcher:
     """
 
     run: Run
-    finished: deque[RolloutBatch] = field(default_factory=deque)
     in_flight: bool = False
     generating: bool = False
     closed: bool = False
     holding: bool = False
     training: bool = False
     error: BaseException | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
         run = self.run
         args = run.args
+        self.finished = deque[RolloutBatch]()
+        self.changed = threading.Condition()
         self.rollouts = range(run.first_rollout, run.num_rollout)
         self.admission = Admission(
             1,
@@ -82,16 +82,17 @@ class Prefetcher:
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
+        run = self.run
         bound = self.admission.bound
-        optimizer = bound * (self.run.args.num_steps_per_rollout or 1)
+        optimizer = bound * (run.args.num_steps_per_rollout or 1)
         steps = f"{bound} step(s)" + f" ({optimizer} optimizer steps)" * (optimizer != bound)
-        self.run.log.note(f"samples train at most {steps} after the weights that sampled them")
-        self.in_flight = self.run.manager.call(
+        run.log.note(f"samples train at most {steps} after the weights that sampled them")
+        self.in_flight = run.manager.call(
             "the rollout manager to open a pool",
             RolloutManager.open_pool,
             self.rollouts.start,
             self.rollouts.stop,
-            self.run.pool.clock.step,
+            run.pool.clock.step,
         )
         self.thread.start()
         return self
@@ -110,6 +111,7 @@ class Prefetcher:
                 self.changed.notify_all()
 
     def _work(self) -> None:
+        changed = self.changed
         try:
             # Not with the driver's Waiter: signals and the progress display belong to the main
             # thread.
@@ -118,8 +120,8 @@ class Prefetcher:
                 # for its groups.
                 if self.replays and not self.in_flight:
                     self._answer(RolloutManager.await_recorded, rollout_id, "start as recorded")
-                with self.changed:
-                    self.changed.wait_for(
+                with changed:
+                    changed.wait_for(
                         lambda: self.closed or (self.admission.room() > 0 and not self.holding)
                     )
                     # Under the lock that the wait above has taken again, so that _hold cannot miss
@@ -130,15 +132,15 @@ class Prefetcher:
                     batches := self._answer(RolloutManager.generate, rollout_id, "be generated")
                 ):
                     return
-                with self.changed:
+                with changed:
                     self.finished += batches
                     self.generating = False
-                    self.changed.notify_all()
+                    changed.notify_all()
         except BaseException as error:  # The main thread raises it in its next wait.
-            with self.changed:
+            with changed:
                 self.generating = False
                 self.error = error
-                self.changed.notify_all()
+                changed.notify_all()
 
     def _answer(
         self, method: Callable[[RolloutManager, int], T], rollout_id: int, what: str
@@ -171,17 +173,18 @@ class Prefetcher:
         The wait is cut into short slices. Between them, it looks for signals, an error of the
         thread, and engines that were restarted and need weights.
         """
+        run = self.run
         started = time.monotonic()
         while not ready():
             if self.error is not None:
                 raise self.error
-            self.run.stop.check()
-            self.run.pool.sync_recovered_engines(keep_version=self.run.evaluation is not None)
+            run.stop.check()
+            run.pool.sync_recovered_engines(keep_version=run.evaluation is not None)
             # If the trainer has moved on since the last update, a recovered engine causes an update
             # of all engines.
             self._announce_version()
             waited = time.monotonic() - started
-            limit = self.run.manager.timeout
+            limit = run.manager.timeout
             if waited > limit:
                 raise WaitExpired(
                     f"waited {waited:.0f} s (deadline {limit:.0f} s, --phase-timeout) for {what}"
@@ -245,24 +248,25 @@ class Prefetcher:
         """Send the new weights to the engines, between two rollouts or in the middle of a standing
         pool's groups.
         """
-        self.run.finish_evaluation()
+        run = self.run
+        run.finish_evaluation()
         # In a replay, the update must not come before the recorded number of tokens was generated
         # with the old weights.
         if self.replays:
-            self.run.manager.call(
+            run.manager.call(
                 "the recorded tokens before the weight update", RolloutManager.await_tokens
             )
         if not self.in_flight:
             self._hold()
-        elif self.run.args.update_weight_pause_mode == "drain":
-            with self.run.log.phase("drain"):
-                self.run.manager.wait(
-                    self.run.manager.start(RolloutManager.drain_pool),
+        elif run.args.update_weight_pause_mode == "drain":
+            with run.log.phase("drain"):
+                run.manager.wait(
+                    run.manager.start(RolloutManager.drain_pool),
                     "the groups in progress to finish",
-                    meanwhile=self.run.pool.sync_recovered_engines,
+                    meanwhile=run.pool.sync_recovered_engines,
                 )
         try:
-            self.run.pool.update_weights()
+            run.pool.update_weights()
             # The version first: _step_is_over makes room, and what starts then must count for the
             # new weights.
             self._announce_version()

@@ -119,6 +119,7 @@ class Waiter:
             ActorError: One of the refs has no result; others may still be running.
             Exception: What one of the calls has raised.
         """
+        state = self.state
         actors_door = door()
         start = DEBUGGER.clock()
         began = time.time()
@@ -135,8 +136,8 @@ class Waiter:
                 break
             if status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
-            if self.state is not None:
-                self.state.wait(what, began, deadline, status.latest)
+            if state is not None:
+                state.wait(what, began, deadline, status.latest)
             if meanwhile is not None:
                 meanwhile()
             waited = DEBUGGER.clock() - start
@@ -151,19 +152,18 @@ class Waiter:
                     f"(--status-timeout); waited for {what}\n"
                     f"{status.report()}"
                 )
-        if self.state is not None:  # after an error, the state keeps what was waited for
-            self.state.wait_over()
+        if state is not None:  # after an error, the state keeps what was waited for
+            state.wait_over()
         return actors_door.get(refs)
 
 
 @dataclass
 class _Poll:
-    """The status of one actor, as far as it is known."""
+    """Whether one actor answers."""
 
     actor: ActorHandle
     asked: Ref[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
-    status: Progress = field(default_factory=Progress)  # the last answer
     # whether it ever did: an actor that is still starting is silent, but not lost
     answered: bool = False
 
@@ -192,14 +192,14 @@ class _StatusPoll:
         asked = {poll.asked: name for name in names if (poll := self.polls[name]).asked is not None}
         done = door().wait(list(asked), 0)[0] if asked else []
         for ref in done:
-            poll = self.polls[asked[ref]]
+            name = asked[ref]
+            poll = self.polls[name]
             poll.asked = None
             try:
-                poll.status = door().get([ref])[0]
+                self.latest[name] = door().get([ref])[0]
                 poll.answered = True
             except Exception as error:
-                poll.status = {"phase": f"does not answer: {type(error).__name__}"}
-            self.latest[asked[ref]] = poll.status
+                self.latest[name] = {"phase": f"does not answer: {type(error).__name__}"}
         # At most one question per actor is open, so calls do not pile up at an actor that is
         # frozen.
         for name in names:

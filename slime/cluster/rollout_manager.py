@@ -122,10 +122,11 @@ class RolloutManager:
             self.data_source: DataSource = load_function(args.data_source_path)(args)
             if args.num_rollout is None:
                 # Only the data source knows how many prompts an epoch has.
-                count = rollouts_of_epochs(
-                    len(self.data_source), args.num_epoch, args.rollout_batch_size
+                args = args.with_values(
+                    num_rollout=rollouts_of_epochs(
+                        len(self.data_source), args.num_epoch, args.rollout_batch_size
+                    )
                 )
-                args = args.with_values(num_rollout=count)
             self.args = args
             self.workers: Workers | None = None
             self.rollout_function = load_function(args.rollout_function_path)
@@ -156,18 +157,19 @@ class RolloutManager:
         """Start all engines at the same time, then the router and the rollout workers if there are
         any; returns the engine URLs.
         """
+        fleet = self.fleet
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        progress.report("start engines", 0, self.fleet.count)
+        progress.report("start engines", 0, fleet.count)
         # While the servers start, since the first request would wait for it. Not on another thread:
         # imports of transformers on two threads at once can fail.
         preload_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
-        self.fleet.start(partial(progress.report, "start engines"))
-        self.args = self.args.with_values(**self.fleet.addresses)
+        fleet.start(partial(progress.report, "start engines"))
+        self.args = self.args.with_values(**fleet.addresses)
         init_http_client(self.args)
-        watch_engines(self.fleet)
-        if self.fleet.settings.workers:
-            self.workers = find("generator", "workers")(self.args, self.fleet)
-        return self.fleet.status().serving
+        watch_engines(fleet)
+        if fleet.settings.workers:
+            self.workers = find("generator", "workers")(self.args, fleet)
+        return fleet.status().serving
 
     def on_engines(self, call: Callable[..., T], *arguments: object) -> T:
         """Call a function with the fleet, also while :meth:`generate` runs."""
@@ -244,9 +246,12 @@ class RolloutManager:
         self.state.begin(rollout_id)
         self._generate_state().observer = self.state.observe
         if args.load_debug_rollout_data:
-            subsample = args.load_debug_rollout_data_subsample
             output = RolloutFnTrainOutput(
-                load_rollout(args.load_debug_rollout_data, rollout_id, subsample)
+                load_rollout(
+                    args.load_debug_rollout_data,
+                    rollout_id,
+                    args.load_debug_rollout_data_subsample,
+                )
             )
         else:
             returned = call_rollout_fn(
@@ -299,8 +304,14 @@ class RolloutManager:
         if opener is None or self.args.load_debug_rollout_data:
             return False
         shared.observer = self.state.observe
-        ahead = len(self.state.restored)  # the number of rollouts that need not be generated
-        self.pool = opener(self.args, self.data_source, first_step, last_step, ahead, held_step)
+        self.pool = opener(
+            self.args,
+            self.data_source,
+            first_step,
+            last_step,
+            len(self.state.restored),  # the number of rollouts that need not be generated
+            held_step,
+        )
         self.pool_since = time.perf_counter()
         return True
 
@@ -368,13 +379,13 @@ class RolloutManager:
         """
         # The samples with their texts, then their metrics, which a function of the user may log
         # instead.
-        samples = flatten(groups)
-        write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.of(self.args))
-        self.traces.write_samples(rollout_id, samples)
-        hook = self.args.custom_rollout_log_function_path
-        with logged_into(metrics):
-            handled = hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)
         args = self.args
+        samples = flatten(groups)
+        write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.of(args))
+        self.traces.write_samples(rollout_id, samples)
+        hook = args.custom_rollout_log_function_path
+        with logged_into(metrics):
+            handled = hook and load_function(hook)(rollout_id, args, samples, metrics, seconds)
         if not handled:
             metrics.update(rollout_metrics(args, args, samples, seconds, args.rollout_num_gpus))
         metrics.update(staleness_metrics(samples, rollout_id))
@@ -403,7 +414,8 @@ class RolloutManager:
             )
             assert isinstance(output, RolloutFnEvalOutput)
             metrics = dict(output.metrics or {})
-            sets = {name: data.get("samples") or [] for name, data in output.data.items()}
+            data = output.data
+            sets = {name: one.get("samples") or [] for name, one in data.items()}
             for name, samples in sets.items():
                 write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.of(args))
             if args.save_debug_rollout_data:
@@ -411,12 +423,10 @@ class RolloutManager:
             # The metrics: the user's function may log its own in place of the built-in ones.
             hook = args.custom_eval_rollout_log_function_path
             with logged_into(metrics):
-                handled = hook and load_function(hook)(rollout_id, args, output.data, metrics)
+                handled = hook and load_function(hook)(rollout_id, args, data, metrics)
             if not handled:
-                metrics.update(
-                    eval_metrics(output.data, args.log_reward_category, args.log_passrate)
-                )
-            write_evaluation(self.run_dir, rollout_id, output.data, metrics)
+                metrics.update(eval_metrics(data, args.log_reward_category, args.log_passrate))
+            write_evaluation(self.run_dir, rollout_id, data, metrics)
             metrics["perf/eval_time"] = time.perf_counter() - start
             return metrics
 

@@ -54,7 +54,6 @@ class RolloutState:
         self.args = args
         self.source = source
         self.listeners = called_for("group listener", args)
-        keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         # Only where built-in code alone takes groups from the data source and puts them back, the
         # ledger can account for every group.
         others = (
@@ -65,6 +64,7 @@ class RolloutState:
         )
         built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
         strict = built_in and not any(others) and args.rollout_function_path in OWN_FUNCTIONS
+        keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         self.ledger = Ledger(RunDir(run_dir).ledger, strict, keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
@@ -103,8 +103,9 @@ class RolloutState:
         recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
             made = first + len(self.restored)
-            batch = self.args.rollout_batch_size
-            if made < last and (warning := recording.check_covers(made, last, batch)):
+            if made < last and (
+                warning := recording.check_covers(made, last, self.args.rollout_batch_size)
+            ):
                 warn(warning)
         self.schedule = WeightTimeline(path, settings, recording, self.attempt, self._position)
         self.schedule.step = step
@@ -137,6 +138,7 @@ class RolloutState:
         It is called on the event loop of the pool, so the pool cannot change while its state is
         copied.
         """
+        args = self.args
         open_groups = getattr(self.source, "open_groups", None)
         self.ledger.complete(
             rollout_id,
@@ -146,16 +148,16 @@ class RolloutState:
         )
         self.newest = max(self.newest, rollout_id)
         # No step ends that would remove the state of older rollouts.
-        if self.args.debug_rollout_only:
+        if args.debug_rollout_only:
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
             self.after.clear()
         if not self.saves:
             return
         position = self.schedule.file.position() if self.schedule is not None else None
         self.after[rollout_id] = self._source_state(), position
-        if not self.args.debug_rollout_only:
+        if not args.debug_rollout_only:
             self.ahead[rollout_id] = _copied(rollout)
-        if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
+        if args.save_interval and (rollout_id + 1) % args.save_interval == 0:
             # Now, because when the snapshot is written, a later rollout may have advanced the data
             # source.
             self._save_own(rollout_id)
@@ -203,16 +205,19 @@ class RolloutState:
         base = self._base(rollout_id)
         source, position = self.after.get(base, (None, None))
         kept = {r: rollout for r, rollout in self.ahead.items() if rollout_id < r <= base}
-        state = {
-            "rollout_id": rollout_id,
-            "data_source": source,
-            "ahead": {
-                r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()
+        write_state(
+            _file(directory, rollout_id),
+            {
+                "rollout_id": rollout_id,
+                "data_source": source,
+                "ahead": {
+                    r: {**vars(one), "groups": groups_to_dicts(one.groups)}
+                    for r, one in kept.items()
+                },
+                "ledger": self.close_account(rollout_id),
+                "schedule": position,
             },
-            "ledger": self.close_account(rollout_id),
-            "schedule": position,
-        }
-        write_state(_file(directory, rollout_id), state)
+        )
         if (
             self._own("save") is not None
             and rollout_id > self.own_saved
@@ -272,8 +277,10 @@ class RolloutState:
         """
         # of the object: a wrapper may pass its methods on
         function = getattr(self.source, name, None)
-        is_built_in = getattr(function, "__func__", None) is getattr(RolloutDataSource, name)
-        return function if callable(function) and not is_built_in else None
+        built_in = getattr(RolloutDataSource, name)
+        if callable(function) and getattr(function, "__func__", None) is not built_in:
+            return function
+        return None
 
 
 def _file(directory: Path, rollout_id: int) -> Path:

@@ -165,6 +165,7 @@ class RunEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        parts = self.parts
         outcome: Outcome = "failed"
         # of the end; another error than that of the block if completing or saving the run failed
         cause = error
@@ -172,7 +173,7 @@ class RunEnd:
             outcome, cause = self._complete_or_save(error)
         except BaseException as interruption:  # such as a second Ctrl-C in a program
             cause = interruption
-        state = self.parts.log.display.state
+        state = parts.log.display.state
         if state is not None:  # slime doctor reads it
             state.end(outcome, cause if outcome in ("restarting", "failed") else None)
         self._end_processes(outcome)
@@ -180,12 +181,12 @@ class RunEnd:
         # in this method.
         if outcome == "restarting":
             self.recovery.leave()
-        if outcome == "stopped" and self.parts.stop.in_program:
+        if outcome == "stopped" and parts.stop.in_program:
             raise KeyboardInterrupt from None
         if outcome == "stopped":
             sys.exit(130 if str(cause) == "SIGINT" else 143)
         # who debugs or programs needs the whole error
-        if cause is not None and not (self.parts.args.inline or self.parts.stop.in_program):
+        if cause is not None and not (parts.args.inline or parts.stop.in_program):
             self._tell_briefly(cause)
         if cause is not None and cause is not error:
             raise cause
@@ -271,8 +272,11 @@ def complete(run: Run) -> None:
         return
     run.completed = True
     run.snapshots.commit()
-    last = -1 if run.trainer.trained is None else run.trainer.trained
-    counts = run.manager.call("the ledger to be closed", RolloutManager.close_account, last)
+    counts = run.manager.call(
+        "the ledger to be closed",
+        RolloutManager.close_account,
+        -1 if run.trainer.trained is None else run.trainer.trained,
+    )
     listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     run.log.note(f"ledger: {sum(counts.values())} groups asked for: {listed or 'none'}")
     run.log.display.finish()

@@ -196,6 +196,7 @@ class Snapshots:
         continues. The snapshot does not exist before :meth:`commit`.
         """
         folder = self.folder
+        trainer = self.trainer
         assert folder is not None, "--save-interval implies --save"
         with self.log.phase("save_model"):
             self.commit()  # Only one snapshot is open at a time.
@@ -203,8 +204,8 @@ class Snapshots:
             # remove the folder to which ranks are still writing.
             with self.stop.deferred():
                 temp = self._with_room(rollout_id, partial(snapshot.begin, folder, rollout_id))
-                for group in self.trainer.groups:
-                    self.trainer.take_turn(group)
+                for group in trainer.groups:
+                    trainer.take_turn(group)
                     self._with_room(rollout_id, partial(group.save, temp))
                 save = partial(
                     self.manager.call,
@@ -222,14 +223,14 @@ class Snapshots:
                     weight_version=self.pool.clock.version,
                     metrics={**self.log.pending},
                 )
-                if (old_actor := self.trainer.old_actor.facts(ahead)) is not None:
+                if (old_actor := trainer.old_actor.facts(ahead)) is not None:
                     step["old_actor"] = old_actor
                 self._open = temp, {**self.facts, **step}
             if not self.settings.async_save:
                 self.commit()
-            actor = self.trainer.actor
+            actor = trainer.actor
             if self.settings.save_hf and actor is not None:
-                self.trainer.take_turn(actor)
+                trainer.take_turn(actor)
                 export = Path(self.settings.save_hf.format(rollout_id=rollout_id))
                 self._with_room(rollout_id, lambda: actor.save_hf(export), export)
 
@@ -252,24 +253,23 @@ class Snapshots:
         temp, facts = self._open
         rollout_id = facts["rollout_id"]
         written = list[FileEntry]()
+        settings = self.settings
         # A signal must not leave a snapshot that is written but not committed.
         with self.stop.deferred():
             for group in self.trainer.groups:
-                repeat = group.repeat_save if self.settings.async_save else None
+                repeat = group.repeat_save if settings.async_save else None
                 written += self._with_room(rollout_id, group.finish_save, repeat=repeat)
         self._with_room(rollout_id, lambda: snapshot.commit(temp, facts, written))
         self._open = None
         self.saved = rollout_id
-        if self.settings.critic_save and self.trainer.critic is not None:
-            target = Path(self.settings.critic_save)
+        if settings.critic_save and self.trainer.critic is not None:
+            target = Path(settings.critic_save)
             saved = self.folder_of(rollout_id), "critic", target, facts, written
             self._with_room(rollout_id, partial(snapshot.copy_part, *saved), target)
         REPORTS.tell(saved=True)  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
-        if self.settings.save_keep_last:
-            snapshot.prune(
-                temp.parent, self.settings.save_keep_last, self.settings.save_retain_interval
-            )
+        if settings.save_keep_last:
+            snapshot.prune(temp.parent, settings.save_keep_last, settings.save_retain_interval)
 
     def _with_room(
         self,

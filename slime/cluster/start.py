@@ -136,9 +136,10 @@ def prepare(args: Args, asynchronous: bool = False, in_program: bool = False) ->
         locks[0].release()
         raise
     # The time of a program before its run does not count as the run's.
-    display = Display(folder, since=time.time() if in_program else None)
-    rewarded = has_rewards(args, args.rollout_function_path)
-    log = StepLog(display, () if rewarded else REWARD_KEYS)
+    log = StepLog(
+        Display(folder, since=time.time() if in_program else None),
+        () if has_rewards(args, args.rollout_function_path) else REWARD_KEYS,
+    )
     keys = RunKeys.of(args.sglang, args.router, bool(args.rollout_external_engine_addrs))
     return Parts(args, folder, begin, log, StopSignals(in_program), asynchronous, locks, keys)
 
@@ -252,17 +253,20 @@ def _start_manager(parts: Parts, placement: Placement) -> ManagerClient:
     if placement.slots.critic:
         critic = ParallelLayout.from_args(role_args(args, "critic"))
         layouts += [critic] if critic != layouts[0] else []
-    manager = door().create(
-        RolloutManager,
-        args,
-        parts.dir.path,
-        layouts,
-        placement,
-        parts.keys,
-        parts.stop.in_program,
-        threads=8,  # status() and on_engines() can answer while generate() runs
+    return ManagerClient(
+        door().create(
+            RolloutManager,
+            args,
+            parts.dir.path,
+            layouts,
+            placement,
+            parts.keys,
+            parts.stop.in_program,
+            threads=8,  # status() and on_engines() can answer while generate() runs
+        ),
+        parts.waiter,
+        args.phase_timeout,
     )
-    return ManagerClient(manager, parts.waiter, args.phase_timeout)
 
 
 def start_training(parts: Parts, placement: Placement) -> None:
@@ -294,18 +298,20 @@ def open_records(parts: Parts, placement: Placement) -> MetricsLogger:
     """
     args = parts.args
     begin = parts.begin
-    settled = Settled(
-        asynchronous=parts.asynchronous,
-        on_gpu=placement.on_gpu,
-        num_rollout=int(args.num_rollout or 0),
-        threads=int(args.threads_per_process or 1),
-        max_tokens=args.max_tokens_per_gpu,
-        forward_tokens=args.log_probs_max_tokens_per_gpu,
-        first_rollout=begin.first_rollout,
-        loaded=None if begin.snapshot is None else str(begin.snapshot.path.absolute()),
-        working_directory=str(Path.cwd()),
+    append_attempt(
+        parts.dir,
+        Settled(
+            asynchronous=parts.asynchronous,
+            on_gpu=placement.on_gpu,
+            num_rollout=int(args.num_rollout or 0),
+            threads=int(args.threads_per_process or 1),
+            max_tokens=args.max_tokens_per_gpu,
+            forward_tokens=args.log_probs_max_tokens_per_gpu,
+            first_rollout=begin.first_rollout,
+            loaded=None if begin.snapshot is None else str(begin.snapshot.path.absolute()),
+            working_directory=str(Path.cwd()),
+        ),
     )
-    append_attempt(parts.dir, settled)
     return open_metrics(parts)
 
 

@@ -182,6 +182,7 @@ class TrainActor:
         from slime.backends.train_loop import train_on_rollout
         from slime.observability.debug_data import save_train_batches
 
+        args = self.args
         batch = self._batch(batch_ref, entries)
         parts = self.parts
         self.parts = None
@@ -191,22 +192,20 @@ class TrainActor:
             )
         # After a step, since the first one creates the optimizer's state, of which the memory must
         # hold a copy.
-        if self.args.async_save and self.args.save:
+        if args.async_save and args.save:
             self.backend.take_save_memory()
-        template = self.args.save_debug_train_data
+        template = args.save_debug_train_data
         if template and self.role == "actor":
             save_train_batches(template, rollout_id, batch.under_hook_names(), self.backend)
         # Engines on the same accelerator take memory next.
-        if self.args.offload_train or self.args.offload_rollout:
+        if args.offload_train or args.offload_rollout:
             self.backend.clear_memory()
         # As a reference, so that the values go from the critic's rank to the actor's without the
         # driver in between.
-        values = (
-            [door().put({name: batch[name] for name in ("old_values", "partition")})]
-            if self.role == "critic"
-            else []
-        )
-        return {"metrics": metrics, "timings": timings, "entries": values}
+        entries = ()
+        if self.role == "critic":
+            entries = [door().put({name: batch[name] for name in ("old_values", "partition")})]
+        return {"metrics": metrics, "timings": timings, "entries": entries}
 
     def train_early_part(self, batch_ref: Batches, number: int) -> TrainResult:
         """Train on this rank's share of part ``number`` of a rollout, without an optimizer step."""
@@ -284,6 +283,7 @@ class TrainActor:
             check_equal: The engines hold these weights already; see
                 :func:`slime.weights.sync.sync_weights`.
         """
+        backend = self.backend
         from slime.weights.sync import sync_weights
 
         progress.report("update weights")
@@ -297,7 +297,7 @@ class TrainActor:
         # process group.
         elif self.transport is not None:
             run(self.transport.close())
-        with self.backend.using(model):
+        with backend.using(model):
             # Scored now, while all ranks hold the weights: before the audit, a colocated trainer
             # goes to sleep.
             if self.weight_sync.sync.audit_weights:
@@ -305,7 +305,7 @@ class TrainActor:
             with self.timers("update_weights"):
                 report = sync_weights(
                     self.weight_sync,
-                    self.backend.named_weights(),
+                    backend.named_weights(),
                     self._handles(urls),
                     self.transport,
                     version,
@@ -313,10 +313,10 @@ class TrainActor:
                     check_equal=check_equal,
                     peers=self._peers(ranks, token),
                     updated=self.updated_engines,
-                    adapter=self.backend.adapter_source(),
+                    adapter=backend.adapter_source(),
                 )
         if self.args.offload_rollout:  # The engines take memory for their KV cache next.
-            self.backend.clear_memory()
+            backend.clear_memory()
         return report
 
     def _handles(self, urls: Sequence[str]) -> list[EngineHandle]:

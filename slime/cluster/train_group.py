@@ -65,7 +65,7 @@ class TrainGroup:
             **own,
             **pinning_environment(own),
         }
-        self.ranks = [
+        self.ranks = ranks = [
             door().create(
                 TrainActor,
                 *(args, role, rank, world_size, log_dir, engine_keys),
@@ -79,12 +79,12 @@ class TrainGroup:
         """What is on the accelerator; changes only if trainers and engines take turns
         (``--offload-train``).
         """
-        self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
+        self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(ranks)}
         # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
-        self.host, port = self._call([self.ranks[0].address.remote()], "to start", starting=True)[0]
+        self.host, port = self._call([ranks[0].address.remote()], "to start", starting=True)[0]
         self._processes: list[ActorProcess] = []
-        self._asked = [rank.process.remote() for rank in self.ranks]
-        self.starting = [rank.import_backend.remote() for rank in self.ranks]
+        self._asked = [rank.process.remote() for rank in ranks]
+        self.starting = [rank.import_backend.remote() for rank in ranks]
         # Each rank reads its own shards, and those of other ranks if their number has changed since
         # the snapshot.
         self._init = self.host, port, load_path
@@ -100,8 +100,8 @@ class TrainGroup:
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
         """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
-        what = "to look into --save"
-        return dict(zip(self._named, self._call(refs, what, starting=True), strict=True))
+        answers = self._call(refs, "to look into --save", starting=True)
+        return dict(zip(self._named, answers, strict=True))
 
     def run(
         self,
@@ -166,9 +166,6 @@ class TrainGroup:
         Returns:
             One report. Several ranks may send at the same time; the times are those of the slowest.
         """
-        # A repeated update has the same version. The random part keeps it from reading store keys
-        # of the first attempt.
-        token = f"weights-{version}-{secrets.token_hex(8)}"
         reports = self.ask_all(
             f"to send weights {version}",
             TrainActor.update_weights,
@@ -176,7 +173,9 @@ class TrainGroup:
             version,
             same_host,
             slots,
-            token,
+            # A repeated update has the same version. The random part keeps it from reading store
+            # keys of the first attempt.
+            f"weights-{version}-{secrets.token_hex(8)}",
             model,
             check_equal,
         )
@@ -248,9 +247,10 @@ class TrainGroup:
 
     def measure_memory(self, share: float) -> list[Measurement]:
         """The measurement of each rank that has a GPU."""
-        measuring = self.start(TrainActor.measure_memory, share)
-        what = "to measure its memory"
-        return [one for one in self._call(measuring, what, starting=True) if one is not None]
+        each = self._call(
+            self.start(TrainActor.measure_memory, share), "to measure its memory", starting=True
+        )
+        return [one for one in each if one is not None]
 
     def set_token_budgets(self, budgets: Mapping[str, int]) -> None:
         self.ask_all("to take the token budget", TrainActor.set_token_budgets, budgets)

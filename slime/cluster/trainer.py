@@ -10,6 +10,7 @@ from slime.backends.token_budget import Measurement, budget, explanation
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.train_actor import TrainActor
 from slime.config.hf_config import lookup_dimension, model_config
+from slime.config.layout import context_ranks
 from slime.config.rollout import (
     is_fully_async,
     longest_sample,
@@ -227,26 +228,28 @@ class Trainer:
         self.trained = rollout_id
 
     def _train(self, rollout_id: int, refs: Batches) -> None:
-        assert self.actor is not None, "nothing trains with --debug-rollout-only"
-        trains_actor = self.critic is None or rollout_id >= self.num_critic_only_steps
+        actor = self.actor
+        critic = self.critic
+        assert actor is not None, "nothing trains with --debug-rollout-only"
+        trains_actor = critic is None or rollout_id >= self.num_critic_only_steps
         scores = None
         values = None
-        if self.critic is not None:
+        if critic is not None:
             if self.kl.kl_coef:
-                self.take_turn(self.actor)
+                self.take_turn(actor)
                 if trains_actor:
-                    self.old_actor.before_step(self.actor)
-                result, scores = self.actor.run("score", rollout_id, refs)
+                    self.old_actor.before_step(actor)
+                result, scores = actor.run("score", rollout_id, refs)
                 self._log_result(result)
-            self.take_turn(self.critic)
-            result, values = self.critic.run("train", rollout_id, refs, scores)
+            self.take_turn(critic)
+            result, values = critic.run("train", rollout_id, refs, scores)
             self.log.pending.update(result["metrics"])
         if trains_actor:
-            self.take_turn(self.actor)
+            self.take_turn(actor)
             if scores is None:
-                self.old_actor.before_step(self.actor)
+                self.old_actor.before_step(actor)
             known = _joined(scores, values) if scores and values else values
-            result, _ = self.actor.run("train", rollout_id, refs, known)
+            result, _ = actor.run("train", rollout_id, refs, known)
             self._log_result(result)
 
     def _train_side_by_side(self, rollout_id: int, refs: Batches, critic_refs: Batches) -> None:
@@ -364,24 +367,22 @@ def settle_token_budget(
         trainer.log.note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         share = memory_share(str(args.hf_checkpoint))
-        ranks = int(args.megatron.get("context_parallel_size") or 1)
-        longest = longest_sample(args, served_context(args), ranks)
+        longest = longest_sample(args, served_context(args), context_ranks(args.megatron))
         measurements: list[Measurement] = []
         for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)
             measurements += group.measure_memory(share)
         tokens = budget(measurements, longest)
         trainer.log.note(explanation(tokens, longest, measurements))
-    own_budget = "log_probs_max_tokens_per_gpu" in args.explicit
-    budgets = {
-        "max_tokens_per_gpu": tokens,
-        "log_probs_max_tokens_per_gpu": (own_budget and args.log_probs_max_tokens_per_gpu)
-        or tokens,
-    }
+    forward_only = tokens
+    if "log_probs_max_tokens_per_gpu" in args.explicit:
+        forward_only = args.log_probs_max_tokens_per_gpu or tokens
+    budgets = {"max_tokens_per_gpu": tokens, "log_probs_max_tokens_per_gpu": forward_only}
     for group in trainer.groups:
         group.set_token_budgets(budgets)
-    what = "the rollout manager to take the token budget"
-    manager.call(what, RolloutManager.set_token_budgets, budgets)
+    manager.call(
+        "the rollout manager to take the token budget", RolloutManager.set_token_budgets, budgets
+    )
     parts.args = args.with_values(**budgets)
 
 

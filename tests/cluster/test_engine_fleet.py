@@ -26,6 +26,7 @@ from slime.cluster.engine_calls import start_lost_engines
 from slime.cluster.engine_fleet import EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.engines.http import close_session, post
+from slime.engines.keys import RunKeys
 from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 from slime.engines.process import EngineProcess, ServerFailed
 from slime.engines.router import Worker
@@ -148,7 +149,7 @@ class Started:
         self.hosts: list[FakeHost] = []
         self.fails = False
         self.fleet = EngineFleet(
-            fleet_settings(tolerant), tmp_path, self.launch, specs(count), external
+            fleet_settings(tolerant), tmp_path, self.launch, specs(count), external, RunKeys()
         )
         self.fleet.router = FakeRouter()
         self.fleet.start_routers = lambda: None
@@ -167,7 +168,7 @@ def test_other_work_waits_for_every_launch_and_delays_none(tmp_path: Path) -> No
         order.append(f"launch {index}")
         return ["its actor"]
 
-    fleet: Any = EngineFleet(fleet_settings(), tmp_path, launch, specs(2), ())
+    fleet: Any = EngineFleet(fleet_settings(), tmp_path, launch, specs(2), (), RunKeys())
     fleet.wait_ready, fleet.start_routers = (
         (lambda engine: order.append(f"wait {engine.index}")),
         lambda: None,
@@ -840,7 +841,7 @@ def real_fleet(
             return [FakeActor(LocalHost(processes[-1], Proxy(port) if behind_proxy else None))]
 
         router = {"request_seconds": 120, "options": {"policy": "round_robin"}}
-        fleet = EngineFleet(fleet_settings(**router), tmp_path, launch, specs(count))
+        fleet = EngineFleet(fleet_settings(**router), tmp_path, launch, specs(count), (), RunKeys())
         fleet.start(lambda done, total: None)
         monitor = monitor_of(fleet, interval, timeout=10.0)
         monitor.start()
@@ -957,6 +958,8 @@ def test_engines_that_are_ended_at_once_are_killed_all_at_the_same_time() -> Non
         Path("/tmp"),
         lambda index: [FakeActor(hosts[index])],
         [EngineSpec(i, "") for i in range(3)],
+        (),
+        RunKeys(),
     )
     for engine, host, state in zip(
         fleet.engines, hosts, ("serving", "unsynced", "starting"), strict=True

@@ -32,7 +32,7 @@ TOKENS = {
     "backends": 42_708,
     "checkpoint": 8_310,
     "cli": 682,
-    "cluster": 34_255,
+    "cluster": 33_990,
     "config": 29_373,
     "data": 39_329,
     "engines": 15_309,
