@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from slime.config.flag import did_you_mean
-
-if TYPE_CHECKING:
-    pass
 
 TrainData = dict[str, Any]
 """A batch before it is split over ranks: lists with one entry per sample of the rollout, by the

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.data.sample import Sample
 from slime.registry import find, parts
-
-if TYPE_CHECKING:
-    pass
 
 BOXED = "boxed_"
 """The prefix of a type that scores only the last boxed part of a response."""
