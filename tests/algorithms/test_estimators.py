@@ -26,6 +26,7 @@ from slime.backends import advantages
 from slime.backends.advantages import AdvantageSettings
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
+from slime.data.fields import RankBatch
 from tests.every_algorithm import ALGORITHMS
 from tests.make_args import make_args
 
@@ -283,18 +284,18 @@ def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_t
 
 def test_custom_function_then_distillation_and_whitening() -> None:
     def doubled(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = [2 * v for v in rollout_data["old_values"]]
+        rollout_data["advantages"] = [2 * v for v in rollout_data["values"]]
         rollout_data["returns"] = [k + 1 for k in rollout_data["kl"]]
 
     def forgets(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = rollout_data["old_values"]
+        rollout_data["advantages"] = rollout_data["values"]
 
     def shortens(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data["advantages"] = rollout_data["returns"] = [
-            v[:1] for v in rollout_data["old_values"]
+            v[:1] for v in rollout_data["values"]
         ]
 
-    batch = make_batch([3, 2])
+    batch = RankBatch(make_batch([3, 2]))
     args = make_args(use_opd=True, normalize_advantages=True).with_values(
         custom_advantage_function_path="mine.py:f"
     )
@@ -310,11 +311,11 @@ def test_custom_function_then_distillation_and_whitening() -> None:
     assert batch["returns"][0].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"mine.py:f.*returns"):
         advantages.compute_advantages(
-            replace(settings, custom=forgets), make_batch([3]), Identity()
+            replace(settings, custom=forgets), RankBatch(make_batch([3])), Identity()
         )
     with pytest.raises(ValueError, match=r"mine.py:f.*\(1,\)"):
         advantages.compute_advantages(
-            replace(settings, custom=shortens), make_batch([3]), Identity()
+            replace(settings, custom=shortens), RankBatch(make_batch([3])), Identity()
         )
 
 
@@ -333,7 +334,7 @@ def test_wrong_advantages_of_a_function_name_it(value: object, message: str) -> 
     args = make_args().with_values(custom_advantage_function_path="mine.py:f")
     settings = replace(AdvantageSettings.from_args(make_args()), args=args, custom=fills)
     with pytest.raises(ValueError, match=rf"mine.py:f.*{message}"):
-        advantages.compute_advantages(settings, make_batch([3]), Identity())
+        advantages.compute_advantages(settings, RankBatch(make_batch([3])), Identity())
 
 
 def test_disabled_advantages_leave_the_batch_alone() -> None:

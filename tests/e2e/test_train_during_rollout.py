@@ -121,6 +121,7 @@ def test_the_step_is_that_of_the_whole_rollout_bit_for_bit(runner, long_last) ->
         assert "equal: this step is the recorded one, bit for bit" in replayed.output
 
 
+@pytest.mark.long
 def test_other_packs_give_the_same_step_within_rounding(
     runner, long_last, tmp_path: Path, capsys
 ) -> None:

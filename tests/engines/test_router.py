@@ -286,6 +286,7 @@ def test_one_bad_engine_does_not_draw_the_traffic(
 
 @pytest.mark.slow
 @pytest.mark.real
+@pytest.mark.long
 def test_requests_that_no_engine_takes_bench_the_engines_for_seconds_only(
     listeners: list[Listener], tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_row_counts_with_tails_are_left_out(tiny_llama: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.long
 def test_blocks_are_computed_although_mkl_was_used_before(smollm2: Path) -> None:
     """As in a notebook that has computed something, so that MKL no longer reads ``MKL_CBWR``."""
     code = (

@@ -140,6 +140,7 @@ def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_training_reads_it_and_what_it_saves_is_converted(tmp_path: Path) -> None:
     """``--ref-load`` names converted weights: TP2 starts from them; its snapshot, and that of FSDP,
     convert back.

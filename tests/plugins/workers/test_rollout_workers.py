@@ -373,7 +373,8 @@ def test_a_group_that_ends_every_worker_ends_the_run(
 
 
 def test_an_error_of_a_users_function_arrives_with_its_type(begin, hook) -> None:
-    args = begin(2, custom_generate_function_path=hook("broken"))
+    broken = hook("broken")
+    args = begin(2, custom_generate_function_path=broken, reward_max_error_share=0.0)
     with pytest.raises(KeyError, match="nothing for sample"):
         rollout(args, source_of(args))
 
