@@ -141,8 +141,10 @@ def check_checkpoints(args: Args) -> list[str]:
     for option, path in _here(_named_checkpoints(args)).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
-            for who in ["Megatron"] * megatron + ["SGLang"] * sglang:
-                require_tied(notices, who)
+            if megatron:
+                require_tied(notices, "Megatron")
+            if sglang:
+                require_tied(notices, "SGLang")
             args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
@@ -182,13 +184,13 @@ def _here(named: dict[str, str]) -> dict[str, str]:
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and
     a snapshot whose rollouts could not be scored (:func:`check_same_old_actor`)."""
-    load = args.load
     from slime.checkpoint.files import hostile_file
     from slime.checkpoint.manifest import DECIDES_OLD_ACTOR, ResumeError, check_same_old_actor
     from slime.checkpoint.snapshot import SnapshotError, kind, refuse_foreign
     from slime.cluster.folders import snapshot_of
     from slime.config.lora import adapter_file
 
+    load = args.load
     problems = []
     try:
         if args.save:
@@ -258,7 +260,7 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     """
     entries = folder.iterdir() if folder.is_dir() else ()
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
-    shown = there[:3] + ["..."] * (len(there) > 3)
+    shown = there if len(there) < 4 else [*there[:3], "..."]
     return [
         f"--load {named}: neither snapshots (iter_*; in outputs/RUN, these are in checkpoints/), nor "
         "a Hugging Face folder (config.json), nor Megatron weights (torch_dist), nor an adapter "

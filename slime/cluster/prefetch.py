@@ -85,7 +85,9 @@ class Prefetcher:
         run = self.run
         bound = self.admission.bound
         optimizer = bound * (run.args.num_steps_per_rollout or 1)
-        steps = f"{bound} step(s)" + f" ({optimizer} optimizer steps)" * (optimizer != bound)
+        steps = f"{bound} step(s)"
+        if optimizer != bound:
+            steps += f" ({optimizer} optimizer steps)"
         run.log.note(f"samples train at most {steps} after the weights that sampled them")
         self.in_flight = run.manager.call(
             "the rollout manager to open a pool",
