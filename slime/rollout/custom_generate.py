@@ -130,8 +130,8 @@ def _failed(
     """
     too_long = isinstance(error, HttpError) and error.status == 400 and says_too_long(error)
     # An engine concerns the whole rollout. Without a share for exceptions the first one is raised.
-    raised = isinstance(error, HttpError | ConnectionError) or not state.args.reward_max_error_share
-    if raised and not too_long:
+    fatal = isinstance(error, HttpError | ConnectionError) or not state.args.reward_max_error_share
+    if fatal and not too_long:
         raise error
     sample.prompt = prompt
     sample.multimodal_inputs = media
