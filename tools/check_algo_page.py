@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from slime.plugins.tools.check_algo import Report, check_algorithm  # noqa: E402
+from slime.plugins.tools.check_algo import DESIGN, Report, check_algorithm  # noqa: E402
 from slime.plugins.tools.check_algo.lab import STALENESS, Measured, make_args  # noqa: E402
 from slime.registry import parts  # noqa: E402
 
@@ -25,6 +25,9 @@ END = "<!-- end of the table -->"
 HEAD = """\
 | estimator | 0 | 1 | 4 | lengths | var 0 | var 4 | verdict | other effects of its design |
 |---|---|---|---|---|---|---|---|---|"""
+REASONS = tuple(
+    dict.fromkeys(reason for reasons in DESIGN.values() for reason in reasons.values())
+)
 DRAWN = "rloo", "grpo", "gspo", "maxrl", "vespo", "reinforce_plus_plus"
 
 
@@ -32,13 +35,20 @@ def row(report: Report) -> str:
     """Return an estimator's row of the table."""
     bias = [f"{100 * one.bias:.1f}" for one in report.rows[:4]]
     variance = [f"{report.rows[i].to_rloo:.2f}" for i in (0, 2)]
-    others = [
-        f"{one.name}: {one.reason}"
+    designs = {
+        one.name: f"({REASONS.index(one.reason) + 1})"
         for one in report.checks
-        if one.state == "by design" and one.name != "direction"
-    ]
-    cells = [f"`{report.name}`", *bias, *variance, report.verdict, "; ".join(others) or "-"]
-    return f"| {' | '.join(cells)} |"
+        if one.state == "by design"
+    }
+    direction = designs.pop("direction", None)
+    verdict = f"biased {direction}" if direction and not report.failing else report.verdict
+    others = ", ".join(f"{name} {number}" for name, number in designs.items())
+    return f"| {' | '.join([f'`{report.name}`', *bias, *variance, verdict, others or '-'])} |"
+
+
+def notes() -> str:
+    """Return the reasons that the numbers in the rows stand for."""
+    return "\n".join(f"{number}. {reason}" for number, reason in enumerate(REASONS, 1))
 
 
 def rows_of(page: str) -> dict[str, str]:
@@ -82,7 +92,8 @@ def main(names: list[str]) -> None:
     table = "\n".join(rows[name] for name in parts("algorithm") if name in rows)
     head, _, rest = text.partition(TABLE)
     tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{TABLE}\n\n{HEAD}\n{table}\n\n{END}{tail}", encoding="utf-8")
+    made = f"{HEAD}\n{table}\n\nThe numbers in parentheses are the reasons:\n\n{notes()}"
+    PAGE.write_text(f"{head}{TABLE}\n\n{made}\n\n{END}{tail}", encoding="utf-8")
     if not names:
         draw({name: reports[name].rows for name in DRAWN}, PICTURE)
 

@@ -33,8 +33,10 @@ def rows(tool: ModuleType) -> dict[str, str]:
 def test_each_estimator_has_a_row_with_its_verdict(tool: ModuleType) -> None:
     found = rows(tool)
     assert list(found) == list(parts("algorithm"))
+    assert tool.notes() in tool.PAGE.read_text(encoding="utf-8")
     for name, reasons in DESIGN.items():
-        assert all(reason in found[name] for reason in reasons.values())
+        numbers = [f"({tool.REASONS.index(reason) + 1})" for reason in reasons.values()]
+        assert all(number in found[name] for number in numbers)
         assert ("| unbiased |" in found[name]) == ("direction" not in reasons)
 
 
