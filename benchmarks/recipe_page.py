@@ -12,6 +12,8 @@ from recipe_kinds import RECIPES
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "en" / "recipes.md"
 PICTURE = CHECKOUT / "docs" / "images" / "recipes.png"
+SHARED = "--colocate --no-offload-train --no-offload-rollout"
+"""Flags that the page names once."""
 BEGIN, END = "<!-- table: python benchmarks/recipes.py --page FILE -->", "<!-- end of the table -->"
 
 
@@ -51,8 +53,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of the page, one for each recipe; several seeds are separated by commas."""
     lines = [
-        "| recipe | flags | held out, before → after | curve | mean | gap | tokens/s | GiB | step | run |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| recipe | flags | held out, before → after | mean reward | gap | tokens/s | GiB | step, s | run, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
         own = [row for row in rows if row["recipe"] == name and row["exit_code"] == 0]
@@ -71,19 +73,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         seconds = ", ".join(f"{row['seconds']:.0f}" for row in own)
         start = "" if recipe.script == "train.py" else f"`{recipe.script}` "
         gap, rate, gib = (middle[key] for key in list(middle)[1:])
+        flags = " ".join(recipe.flags.replace(SHARED, "").split())
+        flags = f"{start}`{flags}`" if flags else ""
         lines.append(
-            f"| {recipe.what} | {start}`{recipe.flags}` | {accuracy} | {curve(own[0]['rewards'])} | "
-            f"{mean} | {f'{gap:.3f}' if gap else ''} | {(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
+            f"| {recipe.what} | {flags} | {accuracy} | {mean} | {f'{gap:.3f}' if gap else ''} | "
+            f"{(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
             f"{middle['step_seconds'] or 0:.2f} | {seconds} |"
         )
     return "\n".join(lines)
-
-
-def curve(rewards: list[float]) -> str:
-    """The mean reward of five rollouts at the start, at each quarter of the run, and at its end."""
-    last = len(rewards) - 5
-    at = [last * quarter // 4 for quarter in range(5)]
-    return " → ".join(f"{statistics.fmean(rewards[first : first + 5]):.2f}" for first in at)
 
 
 def write_page(path: Path) -> None:

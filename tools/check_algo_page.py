@@ -25,9 +25,7 @@ END = "<!-- end of the table -->"
 HEAD = """\
 | estimator | 0 | 1 | 4 | lengths | var 0 | var 4 | verdict | other effects of its design |
 |---|---|---|---|---|---|---|---|---|"""
-REASONS = tuple(
-    dict.fromkeys(reason for reasons in DESIGN.values() for reason in reasons.values())
-)
+REASONS = tuple(dict.fromkeys(reason for reasons in DESIGN.values() for reason in reasons.values()))
 DRAWN = "rloo", "grpo", "gspo", "maxrl", "vespo", "reinforce_plus_plus"
 
 
