@@ -53,8 +53,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows of the page, one for each recipe; several seeds are separated by commas."""
     lines = [
-        "| recipe | flags | held out, before → after | mean reward | gap | tokens/s | GiB | step, s | run, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| recipe | flags | held out, before → after | mean reward | gap | step, s | run, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, recipe in RECIPES.items():
         own = [row for row in rows if row["recipe"] == name and row["exit_code"] == 0]
@@ -64,21 +64,17 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['accuracy_before']:.2f} → {row['accuracy_after']:.2f}" for row in own
         )
         mean = ", ".join(f"{statistics.fmean(row['rewards']):.2f}" for row in own)
-        middle = {
-            key: statistics.median(values)
-            if (values := [r[key] for r in own if r.get(key)])
-            else None
-            for key in ("step_seconds", "logprob_gap", "tokens_per_gpu_per_second", "gpu_gib")
-        }
+        step, gap = (
+            statistics.median(values) if (values := [r[key] for r in own if r.get(key)]) else None
+            for key in ("step_seconds", "logprob_gap")
+        )
         seconds = ", ".join(f"{row['seconds']:.0f}" for row in own)
         start = "" if recipe.script == "train.py" else f"`{recipe.script}` "
-        gap, rate, gib = (middle[key] for key in list(middle)[1:])
         flags = " ".join(recipe.flags.replace(SHARED, "").split())
         flags = f"{start}`{flags}`" if flags else ""
         lines.append(
             f"| {recipe.what} | {flags} | {accuracy} | {mean} | {f'{gap:.3f}' if gap else ''} | "
-            f"{(rate or 0) / 1000:.1f}k | {f'{gib:.0f}' if gib else ''} | "
-            f"{middle['step_seconds'] or 0:.2f} | {seconds} |"
+            f"{step or 0:.2f} | {seconds} |"
         )
     return "\n".join(lines)
 

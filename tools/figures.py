@@ -121,7 +121,7 @@ def front(row: Row) -> str:
     )
     return (
         f"- **Training**, tokens/s of an {row['card']} and share of its matrix rate ({row['commit']}, "
-        f"{row['date']}):\n  {rates}. [All rows](docs/en/performance.md#measured-rates)."
+        f"{row['date']}):\n  {rates}. [All rows](benchmarks/README.md#the-newest-release)."
     )
 
 
@@ -130,7 +130,6 @@ def pages(rows: list[Row]) -> dict[Path, str]:
     new = table(rows[-1:])
     return {
         ROOT / "README.md": front(rows[-1]),
-        ROOT / "docs" / "en" / "performance.md": new.replace(FILES, f"../../benchmarks/{FILES}"),
         ROOT / "benchmarks" / "README.md": new,
         ROOT / "benchmarks" / "history.md": table(rows[:-1]),
     }
