@@ -47,7 +47,7 @@ TRAINING = (
     "h200_train_mfu_megatron.jsonl",
     "h200_train_mfu_november_23.jsonl",
     "h200_train_mfu_one_gpu.jsonl",
-    "h200_optimizer_cpu_offload.jsonl",
+    "h200_optimizer_cpu_offload_november_30.jsonl",
     "h200_train_mfu_november_26.jsonl",
     "h200_train_mfu_november_26_later.jsonl",
     "h200_train_mfu_november_26_night.jsonl",
