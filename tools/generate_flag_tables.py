@@ -50,6 +50,7 @@ MEGATRON_CONFIGS = {
 NOT_NEEDED = (
     "transformers",
     "huggingface_hub",
+    "openai",
     "pydantic",
     "fastapi",
     "sglang.srt.configs",
@@ -157,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parser_options(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """``{"--flag": {dest, kind, type, nargs, default}}`` of one argparse parser."""
+    """``{"--flag": {dest, kind, type, nargs, values, default}}`` of one argparse parser."""
     options: dict[str, dict[str, Any]] = {}
     for action in parser._actions:
         long_names = [name for name in action.option_strings if name.startswith("--")]
@@ -166,9 +167,11 @@ def _parser_options(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]
         entry: dict[str, Any] = {"dest": action.dest, "kind": _action_kind(action)}
         kind = getattr(action.type, "__name__", None)
         if kind in ("int", "float", "human_readable_int"):
-            entry["type"] = "count" if kind == "human_readable_int" else kind
+            entry["type"] = "loose" if kind == "human_readable_int" else kind
         if action.nargs not in (None, 0):
             entry["nargs"] = action.nargs
+        if action.choices and all(isinstance(choice, (str, int)) for choice in action.choices):
+            entry["values"] = list(action.choices)
         if action.default is not None and action.default is not argparse.SUPPRESS:
             entry["default"] = _plain(action.default)
         for name in long_names:

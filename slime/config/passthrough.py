@@ -26,13 +26,7 @@ Attributes = dict[str, Any]
 KEYS = frozenset(("api_key", "admin_api_key", "control_plane_api_keys"))
 """Options that slime does not pass on a command line; see :mod:`slime.engines.keys`."""
 
-_TYPES: dict[str, type] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "loose": Loose,
-    "count": Loose,
-}
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "loose": Loose}
 
 
 class TableEntry(TypedDict, total=False):
@@ -43,6 +37,7 @@ class TableEntry(TypedDict, total=False):
     type: str
     default: object
     choices: list[str | int]
+    values: list[str | int]  # that this version accepts; slime's parser lets others pass
     field: str  # of Megatron's options: the config field of megatron-core that it sets
 
 
@@ -85,8 +80,7 @@ class ProgramOptions:
     @property
     def by_version(self) -> dict[str, dict[str, TableEntry]]:
         """The options of each pinned version by their spelling, newest first."""
-        tables = map(read_json, self.tables)
-        return {table["version"]: table["options"] for table in tables}
+        return {table["version"]: table["options"] for table in map(read_json, self.tables)}
 
     @property
     def installed(self) -> str | None:

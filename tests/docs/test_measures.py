@@ -56,7 +56,7 @@ TOKENS = {
     "plugins/quantized": 3_512,
     "plugins/rewards": 20_804,
     "plugins/serve": 17_129,
-    "plugins/sglang": 5_598,
+    "plugins/sglang": 5_859,
     "plugins/tools": 100_628,
     "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,

@@ -29,6 +29,7 @@ from slime.plugins.sglang.launch import (
     server_options,
     server_words,
 )
+from slime.plugins.sglang.options import SGLANG
 
 SPEC = EngineSpec(3, "/m", num_gpus=4)
 PLACE = ServerPlace("127.0.0.1", 4000)
@@ -191,7 +192,9 @@ def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.real
 def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question takes an import of SGLang, 8 to 20 s on a machine with a GPU."""
+    """The question takes an import of SGLang, 8 to 20 s on a machine with a GPU. Only releases
+    without a table are asked.
+    """
     asked = []
     ask = subprocess.run
     monkeypatch.setattr(
@@ -201,6 +204,9 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     def problems(**router: str) -> list[str]:
         return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])
 
+    assert problems(policy="manual") == [] != problems(policy="mannual") and not asked
+    monkeypatch.setattr("slime.config.passthrough.version_of", lambda package: "98")
+    monkeypatch.setattr("slime.plugins.sglang.check.version_of", lambda package: "98")
     assert problems(policy="manual") == [] and len(asked) == 1
     assert problems(policy="manual") == [] and len(asked) == 1
     assert problems(policy="random") == [] and len(asked) == 2, "other options are another question"
@@ -211,6 +217,35 @@ def test_what_was_accepted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert problems(policy="manual") == [] and len(asked) == 5, "another release may not accept it"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no-folder")
     assert problems(policy="manual") == problems(policy="manual") == [] and len(asked) == 7
+
+
+@pytest.mark.parametrize("version", SGLANG.by_version)
+def test_a_release_with_a_table_is_not_imported(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.config.passthrough.version_of", lambda package: version)
+    monkeypatch.setattr(check, "installed", lambda name: True)
+    monkeypatch.setattr(subprocess, "run", None)  # nobody is asked
+
+    def problems(**options: object) -> list[str]:
+        settings = sglang_settings(sglang=options)
+        return check_launch(settings, RouterSettings(), [EngineSpec(0, "/m")])
+
+    good: dict[str, object] = {
+        "attention_backend": "triton",
+        "mem_fraction_static": 0.5,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "max_total_tokens": 4096,
+        "disable_radix_cache": True,
+        "cuda_graph_backend_prefill": "disabled",
+    }
+    assert problems(**good) == []
+    (wrong,) = problems(**{**good, "attention_backend": "tritn"})
+    assert wrong.startswith("--sglang-attention-backend: invalid choice: 'tritn'")
+    assert version in wrong
+    group = EngineSpec(1, "/m", options={"max_runing_requests": 8})
+    (unknown,) = check_launch(sglang_settings(sglang=good), RouterSettings(), [group])
+    assert unknown.endswith("mean --sglang-max-running-requests?")
 
 
 def test_other_checks_go_on_while_the_programs_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

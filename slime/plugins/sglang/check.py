@@ -1,10 +1,9 @@
-"""Check in a subprocess whether the installed SGLang and router accept the options that they will
-be started with.
+"""Check whether the installed SGLang and router accept the options that they will be started with.
 
-slime parses its flags without importing either of them (``slime.config.passthrough`` reads
-generated tables). So some errors are only found here: options of a release without a table, values
-that the release rejects, and the overrides of a server group. All errors are reported at once,
-before any engine is started.
+slime parses its flags without knowing which release is installed. So some errors are only found
+here: options and values of another release, and the overrides of a server group. All errors are
+reported at once, before any engine is started. A release that has a table is not imported, which
+would take 8 to 20 s on a machine with a GPU. Others are asked in a subprocess.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -27,6 +26,7 @@ from slime.config.process import import_environment, module_command
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.passthrough import TableEntry
     from slime.engines.launch import EngineSettings, EngineSpec, RouterSettings
 
 CHECK_SECONDS = 300.0
@@ -59,10 +59,10 @@ def check_launch(
     for each.
 
     Nothing is checked if the user gave no options, or for software that is not installed on this
-    host. Options that these versions have accepted before are not checked again, since importing
-    SGLang takes seconds.
+    host. Options that releases without a table have accepted before are not checked again.
     """
     from slime.plugins.sglang.launch import ServerPlace, runs_on_cpu, server_words
+    from slime.plugins.sglang.options import ROUTER, SGLANG
 
     # Only what the user has given can be wrong. Groups with the same options are asked about once.
     lines: dict[str, list[str]] = {}
@@ -71,22 +71,53 @@ def check_launch(
             if settings.sglang or spec.options:
                 words = server_words(settings, spec, ServerPlace("127.0.0.1", 1))
                 lines.setdefault(json.dumps(spec.options, sort_keys=True), words)
-    router_lines = [router.words] if router.options else []
-    if not lines and not router_lines:
-        return []
-    # The process must import SGLang as the server will, also on a CPU.
-    cpu = bool(lines) and runs_on_cpu(settings, specs[0])
+    asked = {
+        "sglang": list(lines.values()),
+        "router": [router.words] if router.options else [],
+    }
+    problems: list[str] = []
+    for prefix, program in (("sglang", SGLANG), ("router", ROUTER)):
+        version = program.installed or ""
+        if table := program.by_version.get(version):
+            parser = parser_of(table)
+            for words in asked.pop(prefix):
+                problems += problems_of(parser, words, prefix, version)
+    if any(asked.values()):
+        # The process must import SGLang as the server will, also on a CPU.
+        problems += _ask(asked, bool(asked.get("sglang")) and runs_on_cpu(settings, specs[0]))
+    return list(dict.fromkeys(problems))
+
+
+def parser_of(table: Mapping[str, TableEntry]) -> ServerParser:
+    """Return the parser of a release as its table describes it."""
+    parser = ServerParser(allow_abbrev=False, add_help=False)
+    for option, entry in table.items():
+        if entry["kind"] in ("value", "list"):
+            parser.add_argument(
+                option,
+                nargs="*" if entry["kind"] == "list" else None,
+                type={"int": int, "float": float}.get(entry.get("type", ""), str),
+                choices=entry.get("values"),
+            )
+        else:
+            parser.add_argument(option, action="store_true")
+    return parser
+
+
+def _ask(asked: Mapping[str, Sequence[Sequence[str]]], cpu: bool) -> list[str]:
+    """Let releases without a table check options in a subprocess, unless they have accepted the
+    same ones before.
+    """
     env = {**os.environ, **import_environment(), **({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})}
     command = module_command("slime.plugins.sglang.check")
-    asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
-    # Importing SGLang takes seconds, so options that were accepted before are not asked again.
-    accepted = _mark_of_acceptance(asked, cpu)
+    text = json.dumps(asked)
+    accepted = _mark_of_acceptance(text, cpu)
     if accepted.is_file():
         return []
     try:
         answer = subprocess.run(
             command,
-            input=asked,
+            input=text,
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
@@ -107,7 +138,7 @@ def check_launch(
             f"{answer.returncode}):\n"
             f"{tail}"
         ]
-    problems: list[str] = list(dict.fromkeys(json.loads(result.removeprefix(_MARK))))
+    problems: list[str] = json.loads(result.removeprefix(_MARK))
     if not problems:
         remember(accepted)
     return problems
@@ -172,12 +203,12 @@ def problems_of(
 
 
 def main() -> None:
-    """Check the options that :func:`check_launch` writes to stdin, and print the problems."""
+    """Check the options that :func:`_ask` writes to stdin, and print the problems."""
     asked: dict[str, Any] = json.load(sys.stdin)
     problems: list[str] = []
-    if asked["sglang"]:
+    if asked.get("sglang"):
         problems += _ask_sglang(asked["sglang"])
-    if asked["router"]:
+    if asked.get("router"):
         from importlib.metadata import version
 
         from sglang_router.router_args import RouterArgs
