@@ -225,11 +225,11 @@ class Driver:
         groups: tuple[Any, Any] = self.actor, self.critic
         steps = self.args.num_critic_only_steps
         self.trainer = Trainer(
-            self.args, self.args, steps, *groups, old_actor, self.log, self.stop, trained
+            *groups, old_actor, self.log, self.stop, self.args, self.args, steps, trained
         )
         self.pool = EnginePool(
-            self.args, self.args, self.manager, self.trainer, self.log, list(serving),
-            WeightClock(0, first_rollout),
+            self.manager, self.trainer, self.log, list(serving), WeightClock(0, first_rollout),
+            self.args, self.args,
         )  # fmt: skip
         facts = RunFacts(attempt=0, world_size=2, seed=self.args.seed, settings={})
         self.snapshots = Snapshots(

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoint.numbers import Numbers
-from slime.data.sample import Group, flatten
+from slime.data.sample import Group, flatten, group_number
 from slime.data.staleness import step_of
 from slime.observability.files import AppendedFile, parse_json, warn
 
@@ -96,13 +96,6 @@ class Cut:
     repeats: int = 0
 
 
-def number_of(group: Group) -> int | None:
-    """Return the number of a group, or None if the data source assigns none."""
-    return next(
-        (sample.group_index for sample in flatten(group) if sample.group_index is not None), None
-    )
-
-
 class Ledger:
     """Records every group of a run. The rollout manager owns it; it is thread-safe.
 
@@ -141,7 +134,7 @@ class Ledger:
             LedgerError: The group was supplied although it is closed or in flight, or judged
                 although it is not open.
         """
-        number = number_of(group)
+        number = group_number(group)
         with self._lock:
             # A data source of the user's may assign no numbers; then groups are only counted.
             if number is None:
@@ -200,7 +193,7 @@ class Ledger:
         """Record groups that the buffer filter dropped."""
         with self._lock:
             for group in groups:
-                row = self.open.get(number) if (number := number_of(group)) is not None else None
+                row = self.open.get(number) if (number := group_number(group)) is not None else None
                 if row is not None:
                     self._close(row, "discarded", "the buffer filter dropped it")
 
@@ -247,10 +240,12 @@ class Ledger:
 
     def _match_result(self, rollout_id: int, groups: Sequence[Group]) -> None:
         accepted = {row.group: row for row in self.current if row.state == "accepted"}
-        result = {number: group for group in groups if (number := number_of(group)) is not None}
+        result = {number: group for group in groups if (number := group_number(group)) is not None}
         extra = [number for number in result if number not in accepted]
         short = [number for number in accepted if number not in result]
-        twice = len(groups) != len(result) and all(number_of(group) is not None for group in groups)
+        twice = len(groups) != len(result) and all(
+            group_number(group) is not None for group in groups
+        )
         if self.strict:
             _demand(
                 not extra,
@@ -274,10 +269,10 @@ class Ledger:
             )
 
     def _match_held(self, rollout_id: int, held: Sequence[Group]) -> None:
-        found = {number: group for group in held if (number := number_of(group)) is not None}
+        found = {number: group for group in held if (number := group_number(group)) is not None}
         lost = [number for number in self.open if number not in found]
         strange = [number for number in found if number not in self.open]
-        twice = len(held) != len(found) and all(number_of(group) is not None for group in held)
+        twice = len(held) != len(found) and all(group_number(group) is not None for group in held)
         if self.strict:
             _demand(
                 not lost,

@@ -33,7 +33,7 @@ from typing import Literal, cast
 
 from slime.checkpoint.files import FileEntry, describe_files, digest_files
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
-from slime.data.plain_values import sync_path, write_atomically
+from slime.data.plain_values import state_file, sync_path, write_atomically
 from slime.observability.files import best_effort, warn
 
 MANIFEST = "manifest.json"
@@ -240,9 +240,7 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
         hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"
         os.replace(snapshot.path, hidden)
         _remove(hidden)
-        (save_dir / "rollout" / f"global_dataset_state_dict_{snapshot.iteration}.pt").unlink(
-            missing_ok=True
-        )
+        state_file(save_dir, snapshot.iteration).unlink(missing_ok=True)
     return [snapshot.path for snapshot in doomed]
 
 

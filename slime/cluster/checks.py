@@ -83,7 +83,7 @@ def check_all(args: Args, asynchronous: bool = False) -> list[str]:
     from slime.rollout.rm_hub.reward import check_label
 
     checks = (
-        lambda args: check_data(args, check_label),
+        partial(check_data, check_label=check_label),
         check_rewards,
         *registry.called_for("check", args),
         check_schedules,
@@ -138,7 +138,7 @@ def check_checkpoints(args: Args) -> list[str]:
     megatron = args.train_backend == "megatron"
     sglang = args.rollout_backend == "sglang"
     by_transformers = not megatron or args.rollout_backend == "embedded"
-    for option, path in _here(_named_checkpoints(args)).items():
+    for option, path in _on_this_machine(_named_checkpoints(args)).items():
         try:
             notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
             if megatron:
@@ -171,14 +171,15 @@ def _named_checkpoints(args: Args) -> dict[str, str]:
     return {option: str(path) for option, path in named.items() if path}
 
 
-def _here(named: dict[str, str]) -> dict[str, str]:
+def _on_this_machine(named: dict[str, str]) -> dict[str, str]:
     """Return the checkpoints that are on this machine; one that several flags name only once."""
-    once = {path: option for option, path in reversed(named.items()) if not megatron_folder(path)}
-    return {
-        once[path]: path
-        for path in reversed(once)
-        if is_hf_folder(path) or read_config(path) is not None
-    }
+    found: dict[str, str] = {}
+    for option, path in named.items():
+        if path in found.values() or megatron_folder(path):
+            continue
+        if is_hf_folder(path) or read_config(path) is not None:
+            found[option] = path
+    return found
 
 
 def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
@@ -270,13 +271,15 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
 
 def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
     """Refuse a snapshot of the other training backend."""
-    megatron = megatron_folder(str(folder)) is not None
-    fsdp = (folder / "actor" / "dcp").is_dir()
-    if not (megatron and backend == "fsdp") and not (fsdp and backend == "megatron"):
+    saved_with = backend
+    if megatron_folder(str(folder)) is not None:
+        saved_with = "megatron"
+    elif (folder / "actor" / "dcp").is_dir():
+        saved_with = "fsdp"
+    if saved_with == backend:
         return []
-    other = "megatron" if megatron else "fsdp"
     return [
-        f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use "
+        f"--load {named} was saved with --train-backend {saved_with}, but this run has {backend}: use "
         "that backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) "
         "and load the folder"
     ]

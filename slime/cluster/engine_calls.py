@@ -166,7 +166,7 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
         first_wait=args.rollout_health_check_first_wait,
     )
     environment = thread_environment(args.threads_per_process)
-    engine = EngineSettings.from_args(args, keys.engine)
+    engine_settings = EngineSettings.from_args(args, keys.engine)
 
     def launch(index: int) -> list[ActorHandle]:
         """Start an engine, in one actor per node that it spans."""
@@ -180,8 +180,12 @@ def fleet_of(args: Args, placement: Placement, log_dir: Path, keys: RunKeys) -> 
         return [
             door().create(
                 EngineActor,
-                *(engine, args.start_timeout, spec, log_dir),
-                *(gpus, (rank, len(nodes), rendezvous)),
+                engine_settings,
+                args.start_timeout,
+                spec,
+                log_dir,
+                gpus,
+                (rank, len(nodes), rendezvous),
                 options=placement.engine_options(slot),
                 environment=environment,
                 threads=3,

@@ -73,13 +73,13 @@ class EngineFleet:
         self.settings = settings
         self.log_dir = log_dir
         self.launch = launch
-        count = len(specs)
+        num_own = len(specs)
         self.engines = engines = [Engine(spec) for spec in specs]
         engines += [
-            Engine(EngineSpec(count + i, "", slot=i), url.rstrip("/"), "serving", external=True)
+            Engine(EngineSpec(num_own + i, "", slot=i), url.rstrip("/"), "serving", external=True)
             for i, url in enumerate(external)
         ]
-        for engine in engines[count:]:
+        for engine in engines[num_own:]:
             send_key(engine.url, self.keys.engine)
         # Only engines of one kind, behind a router of this run, are divided.
         alike = all(
@@ -87,7 +87,7 @@ class EngineFleet:
         )
         divided = alike and len(engines) > 1 and settings.router.address is None
         self.shares = min(settings.workers, len(engines)) if divided else 0
-        self.count = count
+        self.num_own = num_own
         self.router: Routers | None = None
         self.addresses: dict[str, object] = {}
         self.fatal: str | None = None
@@ -135,18 +135,18 @@ class EngineFleet:
 
     def begin(self) -> None:
         """Let the servers of all engines start in the background."""
-        for engine in self.engines[: self.count]:
+        for engine in self.engines[: self.num_own]:
             engine.actors = engine.actors or self.launch(engine.index)
 
     def start(self, progress: Callable[[int, int], None]) -> None:
         """Start all engines at the same time, then the router. The first failure propagates.
         ``progress`` gets the number of engines that have started and that of all."""
         self.begin()
-        for done, engine in enumerate(self.engines[: self.count], start=1):
+        for done, engine in enumerate(self.engines[: self.num_own], start=1):
             self.wait_ready(engine)
             # without "unsynced": no request comes before the run's first weight update
             engine.state = "serving"
-            progress(done, self.count)
+            progress(done, self.num_own)
         self.start_routers()
 
     def wait_ready(self, engine: Engine) -> None:

@@ -94,13 +94,13 @@ class EnginePool:
         syncing: Whether that is running.
     """
 
-    cluster: ClusterConfig
-    sync: WeightSyncConfig
     manager: ManagerClient
     trainer: Trainer
     log: StepLog
     urls: list[str]
     clock: WeightClock
+    cluster: ClusterConfig
+    sync: WeightSyncConfig
     slots: dict[str, range] = field(default_factory=dict)
     next_poll: float = 0.0
     syncing: bool = False

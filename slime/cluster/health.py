@@ -47,13 +47,15 @@ class HealthMonitor:
         self.missed: dict[str, int] = {}  # by URL: how many checks in a row were missed
         self.processes = ProcessWatch(fleet)
         self._lock = threading.Lock()
-        self._reasons: set[str] = set()  # of the pauses that have not ended; they may overlap
+        self._paused_for: set[str] = (
+            set()
+        )  # the reasons of pauses that have not ended; they may overlap
         # The number of pauses so far. A check that was started before a pause and ended after it
         # proves nothing, so it is dropped if this number has changed.
         self._pauses = 0
         self._ended = threading.Event()
         self._poll_now = threading.Event()
-        self._grace = 0.0
+        self._grace_ends = 0.0
         self.next_check = time.monotonic() + self.settings.check_interval
         self.wakes_from = 0.0
         self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
@@ -81,7 +83,7 @@ class HealthMonitor:
         now = time.monotonic()
         if now >= self.wakes_from:
             self.wakes_from = now + WAKE_SECONDS
-            self.next_check = max(min(self.next_check, now), self._grace)
+            self.next_check = max(min(self.next_check, now), self._grace_ends)
             self._poll_now.set()
 
     def pause(self, reason: str) -> None:
@@ -92,7 +94,7 @@ class HealthMonitor:
         before it releases its memory, and SGLang crashes if another one arrives meanwhile.
         """
         with self._lock:
-            self._reasons.add(reason)
+            self._paused_for.add(reason)
             self._pauses += 1
             checking = self.checking
             sent = self._check_began + SEND_SECONDS - time.monotonic()
@@ -101,21 +103,21 @@ class HealthMonitor:
 
     @property
     def paused(self) -> bool:
-        return bool(self._reasons)
+        return bool(self._paused_for)
 
     def resume(self, reason: str) -> None:
         with self._lock:
-            self._reasons.discard(reason)
+            self._paused_for.discard(reason)
             self.missed.clear()
-            self._grace = time.monotonic() + self.settings.first_wait
+            self._grace_ends = time.monotonic() + self.settings.first_wait
             # A pause in every step must not cause a check in every step.
-            self.next_check = max(self.next_check, self._grace)
+            self.next_check = max(self.next_check, self._grace_ends)
 
     def _work(self) -> None:
         while not self._ended.is_set():
             self._poll_now.wait(POLL_SECONDS)
             self._poll_now.clear()
-            if not self._reasons and not self._ended.is_set():
+            if not self._paused_for and not self._ended.is_set():
                 _survived(self.poll)
 
     def poll(self) -> None:

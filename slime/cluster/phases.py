@@ -66,7 +66,7 @@ class Run:
         rollout.
         """
         asked = self.asked
-        with self.log.phase("rollout"), self.stop.deferred(False):
+        with self.log.phase("rollout"), self.stop.interruptible():
             if rollout_id not in asked:
                 asked[rollout_id] = self.manager.start(RolloutManager.generate, rollout_id)
             # Until its next step, the trainer keeps its weights, so engines that were restarted can
@@ -84,12 +84,15 @@ class Run:
         self.pool.sync_recovered_engines()
         if self.args.train_during_rollout == 1 or self.trainer.actor is None:
             return
-        while refs := self.manager.call(
-            f"a part of rollout {rollout_id}",
-            RolloutManager.take_part,
-            rollout_id,
-            len(self.trainer.parts),
-        ):
+        while True:
+            refs = self.manager.call(
+                f"a part of rollout {rollout_id}",
+                RolloutManager.take_part,
+                rollout_id,
+                len(self.trainer.parts),
+            )
+            if not refs:
+                return
             self.trainer.train_early_part(refs)
 
     def prefetch(self) -> Prefetcher:
@@ -111,8 +114,10 @@ class Run:
             dtypes = args.train_dtype, args.rollout_quantization or args.rollout_dtype
             if alarm := gap_alarm(log.pending, args.logprob_gap_threshold, dtypes):
                 log.note(alarm)
-            warm_ups = args.lr_warmup_iters, args.lr_warmup_fraction, args.critic_lr_warmup_iters
-            warning = zero_lr_warning(log.pending, rollout_id, any(warm_ups))
+            warms_up = bool(
+                args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
+            )
+            warning = zero_lr_warning(log.pending, rollout_id, warms_up)
             if warning and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 log.note(warning)
@@ -151,7 +156,7 @@ class Run:
         if self.evaluation is None:
             return False
         step, evaluation = self.evaluation
-        with self.log.phase("eval"), self.stop.deferred(False):
+        with self.log.phase("eval"), self.stop.interruptible():
             metrics = self.manager.wait(
                 evaluation,
                 "the evaluation",

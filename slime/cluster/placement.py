@@ -96,10 +96,9 @@ class Placement:
         """Where the actor of one slot runs, for :meth:`Actors.create
         <slime.cluster.actors.Actors.create>`.
         """
-        return self.group.options(
-            self.places[slot].bundle if self.places else slot,
-            *((share, share) if self.on_gpu else (0, CPU_SLOT)),
-        )
+        bundle = self.places[slot].bundle if self.places else slot
+        gpus, cpus = (share, share) if self.on_gpu else (0, CPU_SLOT)
+        return self.group.options(bundle, gpus, cpus)
 
     def train_options(self, rank: int, role: str = "actor") -> Mapping[str, Any]:
         slot = rank
@@ -153,11 +152,8 @@ def pinning_environment(own: Mapping[str, str]) -> dict[str, str]:
         own: The variables that the process gets from the user. A setting of pinned memory there is
             kept.
     """
-    setting = next(
-        (text for name in ALLOCATOR_SETTINGS if (text := own.get(name) or os.environ.get(name))), ""
-    )
-    return (
-        {}
-        if "pinned" in setting
-        else {ALLOCATOR_SETTINGS[0]: ",".join(filter(None, (setting, PINNING)))}
-    )
+    given = [own.get(name) or os.environ.get(name) for name in ALLOCATOR_SETTINGS]
+    setting = next(filter(None, given), "")
+    if "pinned" in setting:
+        return {}
+    return {ALLOCATOR_SETTINGS[0]: f"{setting},{PINNING}" if setting else PINNING}

@@ -31,10 +31,9 @@ class Prefetcher:
 
     With the default rollout function, an update waits until no rollout is in progress, so that no
     rollout mixes weights. The fully asynchronous rollout function has a standing pool of groups,
-    for which an update does not wait:
-    the engines pause during the update, and the groups continue with the new weights. An evaluation
-    then runs beside the pool and the training steps. The next update waits for it, because an
-    evaluation measures one weight version.
+    for which an update does not wait: the engines pause during the update, and the groups continue
+    with the new weights. An evaluation then runs beside the pool and the training steps. The next
+    update waits for it, because an evaluation measures one weight version.
 
     Who waits for whom, always through the condition ``changed`` (an arrow points from what ends a
     wait to the wait)::
@@ -70,11 +69,11 @@ class Prefetcher:
         self.changed = threading.Condition()
         self.rollouts = range(run.first_rollout, run.num_rollout)
         self.admission = Admission(
-            1,
-            args.async_buffer_size,
-            args.update_weights_interval,
-            args.max_weight_staleness,
-            run.first_rollout,
+            batch=1,
+            buffer_size=args.async_buffer_size,
+            update_interval=args.update_weights_interval,
+            max_staleness=args.max_weight_staleness,
+            first_step=run.first_rollout,
             version=run.pool.clock.step,
         )
         # whether a recorded schedule decides when rollouts start
@@ -130,12 +129,11 @@ class Prefetcher:
                     # this rollout.
                     self.admission.admit()
                     self.generating = True
-                if not (
-                    batches := self._answer(RolloutManager.generate, rollout_id, "be generated")
-                ):
+                batch = self._answer(RolloutManager.generate, rollout_id, "be generated")
+                if batch is None:
                     return
                 with changed:
-                    self.finished += batches
+                    self.finished.append(batch)
                     self.generating = False
                     changed.notify_all()
         except BaseException as error:  # The main thread raises it in its next wait.
@@ -146,9 +144,8 @@ class Prefetcher:
 
     def _answer(
         self, method: Callable[[RolloutManager, int], T], rollout_id: int, what: str
-    ) -> list[T]:
-        """Ask the manager, and return its answer in a list, which is empty after the end of the
-        block.
+    ) -> T | None:
+        """Ask the manager, and return its answer; None after the end of the ``with`` block.
 
         Then the run may go on from a snapshot, with another prefetcher, or shut Ray down, and a
         call of Ray meanwhile can crash this process. So nothing is called after it, and the thread
@@ -158,7 +155,7 @@ class Prefetcher:
         limit = manager.timeout
         with self.changed:
             if self.closed:
-                return []
+                return None
             asked = manager.start(method, rollout_id)
             answer = asked.future()
         if wait([answer], limit).not_done:
@@ -167,7 +164,7 @@ class Prefetcher:
                 f"{rollout_id} to {what}"
             )
         with self.changed:
-            return [] if self.closed else door().get([asked])
+            return None if self.closed else door().get([asked])[0]
 
     def _wait(self, ready: Callable[[], object], what: str) -> None:
         """Wait until ``ready()`` is true; the caller holds the condition.

@@ -120,17 +120,16 @@ class Waiter:
             Exception: What one of the calls has raised.
         """
         state = self.state
-        actors_door = door()
         start = DEBUGGER.clock()
         began = time.time()
         status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
-            ready, pending = actors_door.wait(pending, POLL_SECONDS)
+            ready, pending = door().wait(pending, POLL_SECONDS)
             # Ranks that wait in a collective for one that failed would never return, so its failure
             # ends the wait.
             if ready:
-                actors_door.get(ready)
+                door().get(ready)
             self.stop.check()
             if not pending:
                 break
@@ -146,15 +145,11 @@ class Waiter:
                     f"waited {waited:.0f} s (deadline {deadline:.0f} s, {flag}) for {what}\n"
                     f"{status.report()}"
                 )
-            if self.silence is not None and (silent := status.silent(self.silence)):
-                raise NoStatus(
-                    f"{', '.join(silent)} did not answer for {self.silence:.0f} s "
-                    f"(--status-timeout); waited for {what}\n"
-                    f"{status.report()}"
-                )
+            if self.silence is not None:
+                status.check_answers(self.silence, what)
         if state is not None:  # after an error, the state keeps what was waited for
             state.wait_over()
-        return actors_door.get(refs)
+        return door().get(refs)
 
 
 @dataclass
@@ -209,21 +204,24 @@ class _StatusPoll:
                 poll.asked_at = time.monotonic()
         return bool(done)
 
-    def silent(self, seconds: float) -> list[str]:
-        """Names of the actors that have not answered a question for ``seconds``."""
+    def check_answers(self, seconds: float, what: str) -> None:
+        """Raise :class:`NoStatus` if actors have not answered a question for ``seconds``; ``what``
+        names the wait.
+        """
         before = time.monotonic() - seconds
         late = {
-            n: poll
-            for n, poll in self.polls.items()
-            if poll.answered and poll.asked and poll.asked_at < before
+            poll.asked: name
+            for name, poll in self.polls.items()
+            if poll.answered and poll.asked is not None and poll.asked_at < before
         }
-        if not late:
-            return []
         # With many actors, the last poll of one may be a while ago: its answer may have come since.
-        came = set(
-            door().wait([poll.asked for poll in late.values() if poll.asked is not None], 0)[0]
-        )
-        return [name for name, poll in late.items() if poll.asked not in came]
+        came = door().wait(list(late), 0)[0] if late else []
+        silent = [name for ref, name in late.items() if ref not in came]
+        if silent:
+            raise NoStatus(
+                f"{', '.join(silent)} did not answer for {seconds:.0f} s (--status-timeout); "
+                f"waited for {what}\n{self.report()}"
+            )
 
     def report(self) -> str:
         lines = []

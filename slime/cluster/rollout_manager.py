@@ -159,7 +159,7 @@ class RolloutManager:
         """
         fleet = self.fleet
         raise_file_limit()  # The router inherits the limit, because it is a child of this process.
-        progress.report("start engines", 0, fleet.count)
+        progress.report("start engines", 0, fleet.num_own)
         # While the servers start, since the first request would wait for it. Not on another thread:
         # imports of transformers on two threads at once can fail.
         preload_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
@@ -260,7 +260,7 @@ class RolloutManager:
             assert isinstance(returned, RolloutFnTrainOutput)
             output = returned
             if args.save_debug_rollout_data:
-                save_rollout(args, args, rollout_id, output.samples)
+                save_rollout(rollout_id, output.samples, debug=args, model=args)
         # what was retried, lost and restarted since the previous rollout
         metrics = {**(output.metrics or {}), **self.fleet.counts()}
         metrics["rollout/http_retry_count"] = float(take_retries())
@@ -387,7 +387,9 @@ class RolloutManager:
         with logged_into(metrics):
             handled = hook and load_function(hook)(rollout_id, args, samples, metrics, seconds)
         if not handled:
-            metrics.update(rollout_metrics(args, args, samples, seconds, args.rollout_num_gpus))
+            metrics.update(
+                rollout_metrics(args, args.reward_key, samples, seconds, args.rollout_num_gpus)
+            )
         metrics.update(staleness_metrics(samples, rollout_id))
         if samples:
             metrics["rollout/failed_ratio"] = fmean(map(is_untrainable, samples))
@@ -419,7 +421,7 @@ class RolloutManager:
             for name, samples in sets.items():
                 write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.of(args))
             if args.save_debug_rollout_data:
-                save_rollout(args, args, f"eval_{rollout_id}", [*sets.values()])
+                save_rollout(f"eval_{rollout_id}", [*sets.values()], debug=args, model=args)
             # The metrics: the user's function may log its own in place of the built-in ones.
             hook = args.custom_eval_rollout_log_function_path
             with logged_into(metrics):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.checkpoint.ledger import Ledger, Line
 from slime.config.rollout import OWN_FUNCTIONS
-from slime.data.plain_values import read_state, write_state
+from slime.data.plain_values import read_state, state_file, write_state
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import (
     DataSource,
@@ -24,10 +24,13 @@ from slime.data.source import (
 from slime.observability.files import warn
 from slime.observability.run_dir import RunDir
 from slime.registry import called_for
+from slime.rollout.group import with_copies
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+BUILT_IN_SOURCES = RolloutDataSource, RolloutDataSourceWithBuffer
 
 
 @dataclass
@@ -56,16 +59,18 @@ class RolloutState:
         self.listeners = called_for("group listener", args)
         # Only where built-in code alone takes groups from the data source and puts them back, the
         # ledger can account for every group.
-        others = (
-            args.rollout_all_samples_process_path,
-            args.rollout_sample_filter_path,
-            args.buffer_filter_path,
-            args.load_debug_rollout_data,
+        from_elsewhere = (
+            args.rollout_all_samples_process_path
+            or args.rollout_sample_filter_path
+            or args.buffer_filter_path
+            or args.load_debug_rollout_data
+            or args.rollout_function_path not in OWN_FUNCTIONS
         )
-        built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
-        strict = built_in and not any(others) and args.rollout_function_path in OWN_FUNCTIONS
-        keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
-        self.ledger = Ledger(RunDir(run_dir).ledger, strict, keeps)
+        self.ledger = Ledger(
+            RunDir(run_dir).ledger,
+            strict=type(source) in BUILT_IN_SOURCES and not from_elsewhere,
+            keeps=getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples,
+        )
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
         asked = bool(args.save_interval or args.save)
@@ -82,12 +87,14 @@ class RolloutState:
         self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
         self.newest = -1  # the newest complete rollout
         self.begun = -1  # the newest rollout for which the data source was asked
-        self._finished: list[Group] = []  # its accepted groups, for --train-during-rollout
+        # the groups of ``begun`` that are accepted so far, for --train-during-rollout
+        self._finished: list[Group] = []
         # from the snapshot: used instead of generating these rollouts
         self.restored: dict[int, Rollout] = {}
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
-        self._position: int | None = None  # the committed length of that file, in a resumed run
+        # the length of the schedule's file in the snapshot from which the run resumes
+        self._position: int | None = None
         # the newest rollout for which ``save`` of the user's data source was called
         self.own_saved = -1
 
@@ -102,9 +109,9 @@ class RolloutState:
         settings = settings_to_compare(self.args)
         recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
-            made = first + len(self.restored)
-            if made < last and (
-                warning := recording.check_covers(made, last, self.args.rollout_batch_size)
+            first_new = first + len(self.restored)
+            if first_new < last and (
+                warning := recording.check_covers(first_new, last, self.args.rollout_batch_size)
             ):
                 warn(warning)
         self.schedule = WeightTimeline(path, settings, recording, self.attempt, self._position)
@@ -169,11 +176,7 @@ class RolloutState:
         state = self.source.state_dict()
         # A user's state may be made of the lists that the source goes on to change. Those of the
         # built-in sources are copies, and large: they hold the groups in the buffer.
-        return (
-            state
-            if type(self.source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
-            else copy.deepcopy(state)
-        )
+        return state if type(self.source) in BUILT_IN_SOURCES else copy.deepcopy(state)
 
     def trained(self, rollout_id: int) -> None:
         """Record that all rollouts up to this one have trained, and drop what no later snapshot
@@ -206,7 +209,7 @@ class RolloutState:
         source, position = self.after.get(base, (None, None))
         kept = {r: rollout for r, rollout in self.ahead.items() if rollout_id < r <= base}
         write_state(
-            _file(directory, rollout_id),
+            state_file(directory, rollout_id),
             {
                 "rollout_id": rollout_id,
                 "data_source": source,
@@ -240,7 +243,7 @@ class RolloutState:
 
     def load(self, rollout_id: int, directory: Path, attempt: int) -> None:
         """Restore the state from the snapshot after step ``rollout_id``."""
-        state = read_state(_file(directory, rollout_id))
+        state = read_state(state_file(directory, rollout_id))
         if state["data_source"] is not None:
             assert is_stateful(self.source), "--data-source-path is not the class that was saved"
             self.source.load_state_dict(copy.deepcopy(state["data_source"]))
@@ -283,10 +286,6 @@ class RolloutState:
         return None
 
 
-def _file(directory: Path, rollout_id: int) -> Path:
-    return directory / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
-
-
 def _copied(rollout: Rollout) -> Rollout:
     """Copy a rollout for the next snapshot, because user hooks that convert the samples for
     training may modify them.
@@ -294,14 +293,11 @@ def _copied(rollout: Rollout) -> Rollout:
     The entries of metadata and rewards are shared: users may put objects there that cannot be
     copied.
     """
-    groups: list[Group] = [
-        [_sample(entry) if isinstance(entry, Sample) else [*map(_sample, entry)] for entry in group]
-        for group in rollout.groups
-    ]
+    groups = [with_copies(group, _copied_sample) for group in rollout.groups]
     return Rollout(groups, dict(rollout.metrics), rollout.seconds)
 
 
-def _sample(sample: Sample) -> Sample:
+def _copied_sample(sample: Sample) -> Sample:
     copied = copy.copy(sample)
     for name in ("metadata", "train_metadata", "reward"):
         setattr(copied, name, copy.copy(getattr(sample, name)))

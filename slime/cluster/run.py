@@ -1,8 +1,10 @@
 """Open and close a run. A run ends normally, on a signal, with an error, or in order to restart
 from a snapshot.
 
-with open_run(args) as run:
-    ...
+::
+
+    with open_run(args) as run:
+        ...
 
 What follows a loss is decided by the plug-in :mod:`slime.plugins.restarts`.
 """
@@ -103,12 +105,12 @@ def load_loop(name: str) -> ModuleType:
     """
     package = Path(__file__).resolve().parents[1]
     places = package / "cli" / "loops" / name, package.parent / name
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise FileNotFoundError(
-            f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
-        )
-    return module_of_file(f"slime_loop_{file.stem}", file)
+    for file in places:
+        if file.is_file():
+            return module_of_file(f"slime_loop_{file.stem}", file)
+    raise FileNotFoundError(
+        f"{name} is missing, neither {places[0]} nor {places[1]} exists: install slime again"
+    )
 
 
 class NothingTrained(RuntimeError):
@@ -293,11 +295,11 @@ def snapshot_before_stop(parts: Parts) -> None:
     """Save what was trained since the last snapshot, so that ``--load`` continues exactly here."""
     parts.log.note(f"{parts.stop.requested}: shutting down gracefully (press again to kill)")
     # The waits below must not be interrupted by the request that led here.
-    parts.stop.ending = True
+    parts.stop.is_deferred = True
     run = parts.run
     if run is None:
         return
-    # The disk is full: nobody waits for room while the run ends.
+    # On a full disk, which raises this, nobody waits for room while the run ends.
     with contextlib.suppress(StopRequested):
         save_while_generating(run)
 
@@ -356,8 +358,11 @@ def shut_down(parts: Parts, failed: bool) -> None:
     if parts.placement is not None:
         # After a failure, the cluster itself may be gone; its error must not hide the one that
         # ended the run.
-        with contextlib.suppress(*((RuntimeError, OSError) if failed else ())):
+        try:
             parts.placement.group.remove()
+        except (RuntimeError, OSError):
+            if not failed:
+                raise
     door().disconnect()
     # Last, since files of living processes are kept. Ray kills its workers before torch's own
     # cleanup has run in them.

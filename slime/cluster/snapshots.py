@@ -113,28 +113,34 @@ def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
         begin.attempt,
     )
     log.note(f"resumed from {path}: going on with rollout {trained + 1}")
-    if trained + 1 >= (args.num_rollout or trained + 2):
+    if args.num_rollout and trained + 1 >= args.num_rollout:
         log.note("warning: nothing is left to train; a larger --num-rollout goes on")
     # In a different order of prompts, some groups would be used twice and others never, so that is
     # an error. Any other change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, parts.settings)
     before = then.get("num_rollout")
-    length = args.num_rollout
     now = parts.settings | {"num_rollout": before}
-    # a new length is told if it changes the learning rate
-    if isinstance(before, int) and before != length:
-        old, new = (
-            LrSchedule.from_args(args.with_values(num_rollout=count)) for count in (before, length)
-        )
-        if old != new and not (old.style == "constant" and old.warmup_steps == new.warmup_steps):
-            step = planned_steps(args.with_values(num_rollout=trained + 1))
-            now["num_rollout"] = (
-                f"{length} (learning rate of the next step: {old.lr(step):.3g} -> "
-                f"{new.lr(step):.3g}; --lr-decay-iters fixes its decay)"
-            )
+    # A new length is told if it changes the learning rate.
+    if isinstance(before, int) and before != args.num_rollout:
+        step = planned_steps(args.with_values(num_rollout=trained + 1))
+        old = LrSchedule.from_args(args.with_values(num_rollout=before))
+        if change := _change_of_schedule(old, LrSchedule.from_args(args), step):
+            now["num_rollout"] = f"{args.num_rollout} ({change})"
     if changed := changes(then, now):
         log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
+
+
+def _change_of_schedule(old: LrSchedule, new: LrSchedule, step: int) -> str | None:
+    """Say how another schedule changes the learning rate of the optimizer steps from ``step`` on;
+    None if it does not.
+    """
+    if old == new or (old.style == "constant" and old.warmup_steps == new.warmup_steps):
+        return None
+    return (
+        f"learning rate of the next step: {old.lr(step):.3g} -> {new.lr(step):.3g}; "
+        "--lr-decay-iters fixes its decay"
+    )
 
 
 def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
@@ -148,14 +154,13 @@ def check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGr
         FolderError: Some processes do not see the folder; the message names them and their nodes.
     """
     with FolderTrial(folder) as trial:
-        where = str(trial.folder), trial.token
-        answers = {
-            "rollout manager": manager.call(
-                "to look into --save", RolloutManager.try_folder, *where
-            )
-        }
+        path = str(trial.folder)
+        of_manager = manager.call(
+            "to look into --save", RolloutManager.try_folder, path, trial.token
+        )
+        answers = {"rollout manager": of_manager}
         for group in groups:
-            answers |= group.try_folder(*where)
+            answers |= group.try_folder(path, trial.token)
         trial.check(answers)
 
 
@@ -207,14 +212,14 @@ class Snapshots:
                 for group in trainer.groups:
                     trainer.take_turn(group)
                     self._with_room(rollout_id, partial(group.save, temp))
-                save = partial(
+                save_rollouts = partial(
                     self.manager.call,
                     "the data source to be saved",
                     RolloutManager.save_state,
                     rollout_id,
                     temp,
                 )
-                ahead = self._with_room(rollout_id, save)
+                ahead = self._with_room(rollout_id, save_rollouts)
                 # A copy of the metrics: with --async-save the step's end clears them before the
                 # commit.
                 step = Facts(
@@ -264,8 +269,10 @@ class Snapshots:
         self.saved = rollout_id
         if settings.critic_save and self.trainer.critic is not None:
             target = Path(settings.critic_save)
-            saved = self.folder_of(rollout_id), "critic", target, facts, written
-            self._with_room(rollout_id, partial(snapshot.copy_part, *saved), target)
+            copy = partial(
+                snapshot.copy_part, self.folder_of(rollout_id), "critic", target, facts, written
+            )
+            self._with_room(rollout_id, copy, target)
         REPORTS.tell(saved=True)  # From now on, a restart loads this run's own snapshot.
         # After the commit, so that there is a complete snapshot at any time.
         if settings.save_keep_last:

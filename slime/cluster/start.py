@@ -205,15 +205,15 @@ def trainer_of(parts: Parts) -> Trainer:
     args = parts.args
     groups = {group.role: group for group in parts.groups}
     return Trainer(
-        args,
-        args,
-        args.num_critic_only_steps,
         groups.get("actor"),
         groups.get("critic"),
         OldActor.from_args(args, parts.asynchronous, parts.begin.manifest),
         parts.log,
         parts.stop,
-        parts.begin.trained,
+        cluster=args,
+        kl=args,
+        num_critic_only_steps=args.num_critic_only_steps,
+        trained=parts.begin.trained,
     )
 
 
@@ -224,13 +224,13 @@ def begin_run(
     begin = parts.begin
     log = parts.log
     pool = EnginePool(
-        args,
-        args,
         manager,
         trainer,
         log,
         urls,
         WeightClock(begin.attempt, begin.first_rollout),
+        cluster=args,
+        sync=args,
     )
     facts = RunFacts(
         attempt=begin.attempt,
@@ -239,9 +239,9 @@ def begin_run(
         settings=parts.settings,
     )
     snapshots = Snapshots(args, facts, manager, trainer, pool, log, parts.stop, begin.trained)
-    last = int(args.num_rollout or 0)
+    num_rollout = int(args.num_rollout or 0)
     parts.run = Run(
-        args, begin.first_rollout, last, manager, trainer, pool, snapshots, log, parts.stop
+        args, begin.first_rollout, num_rollout, manager, trainer, pool, snapshots, log, parts.stop
     )
     log.begin_steps(metrics)
     return parts.run

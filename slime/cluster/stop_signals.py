@@ -18,6 +18,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -62,9 +63,8 @@ class Reports:
     def tell(self, **facts: object) -> None:
         """Report facts:
 
-        - ``began``: the run has begun, with the arguments that decide how it
-          is restarted; from now on, an end without
-          ``over`` is a loss.
+        - ``began``: the run has begun, with the arguments that decide how it is restarted; from
+          now on, an end without ``over`` is a loss.
         - ``saved``: a snapshot of this run was committed.
         - ``lost``: a part of the run was lost; the driver must be run again, however this process
           ends.
@@ -104,7 +104,8 @@ class StopSignals:
     def __init__(self, in_program: bool = False) -> None:
         self.in_program = in_program
         self.requested: str | None = None
-        self.ending = False  # during the shutdown, whose own waits must not be interrupted
+        # whether a request interrupts no wait: in a block of deferred(), and during the shutdown
+        self.is_deferred = False
         self._previous: dict[int, Handler] = {}
         self._received: Counter[bool] = Counter()  # keyed by whether the supervisor forwarded it
 
@@ -148,36 +149,42 @@ class StopSignals:
         if self.requested is None:
             self.requested = signal.Signals(meant).name
             # else the user hears nothing for minutes, and presses again
-            if self.ending and not self.in_program:
+            if self.is_deferred and not self.in_program:
                 words = "the run stops when its step is trained or saved (press again to kill)"
                 with contextlib.suppress(OSError):  # print could be what the signal has interrupted
                     os.write(2, f"{self.requested}: {words}\n".encode())
 
     def check(self) -> None:
         """Raise :class:`StopRequested` if a signal was received."""
-        if self.requested is not None and not self.ending:
+        if self.requested is not None and not self.is_deferred:
             raise StopRequested(self.requested)
 
-    @contextlib.contextmanager
-    def deferred(self, deferred: bool = True) -> Iterator[None]:
-        """A signal does not interrupt waits inside this block; it interrupts the first wait after
-        the block. With False, a block inside of another can be interrupted.
+    def deferred(self) -> AbstractContextManager[None]:
+        """A block whose waits a signal does not interrupt; it interrupts the first wait after the
+        block.
         """
-        before = self.ending
-        self.ending = deferred
+        return self._block(True)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """A block whose waits a signal interrupts, also inside of :meth:`deferred`."""
+        return self._block(False)
+
+    @contextlib.contextmanager
+    def _block(self, is_deferred: bool) -> Iterator[None]:
+        before = self.is_deferred
+        self.is_deferred = is_deferred
         try:
             yield
         finally:
-            self.ending = before
+            self.is_deferred = before
 
 
 def end_at_once(code: int) -> None:
     """Kill all child processes and exit without saving."""
     import psutil
 
-    REPORTS.tell(
-        over=True
-    )  # first, or the supervisor would take this end for a loss and restart the run
+    # First, or the supervisor would take this end for a loss and restart the run.
+    REPORTS.tell(over=True)
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""One training rank: a Ray actor with a backend, which sends weights and writes its part of each
+"""One training rank: an actor with a backend, which sends weights and writes its part of each
 snapshot.
 """
 
@@ -92,10 +92,10 @@ class TrainActor:
             (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0,
             Path(args.memory_snapshot_dir or traces),
         )
-        # of the rollout that is generated
-        self.parts: Parts | None = None
+        # of the rollout that is being generated (--train-during-rollout)
+        self.early_parts: Parts | None = None
         # until init, the checkpoint in the memory of the CPU
-        self.read: PreTrainedModel | None = None
+        self.preloaded: PreTrainedModel | None = None
         self.backend: TrainBackend  # created by init
         self.transport: Transport | None = None
         self.same_host = True
@@ -129,7 +129,7 @@ class TrainActor:
                     importlib.import_module("torch._inductor.compile_fx")
             if backend.read_ahead is not None and self.rank == 0 and door().own_gpus():
                 progress.report("read the checkpoint")
-                self.read = backend.read_ahead(self.args)
+                self.preloaded = backend.read_ahead(self.args)
 
     def init(self, master_addr: str, master_port: int, load_path: Path | None) -> None:
         """Join the process group, build the model, and load a snapshot if ``load_path`` names
@@ -138,12 +138,20 @@ class TrainActor:
         progress.report(f"load {self.role}")
         args = self.args
         self.master = master_addr, master_port
-        # an actor sees only its own GPU, as device 0.
+        # An actor of Ray sees only its own GPU, as device 0.
         local_rank = 0 if door().own_gpus() else self.rank
-        where = self.rank, self.world_size, *self.master, local_rank
         with ONE_AT_A_TIME:
-            self.backend = create_backend(args, self.role, *where, self.read)
-        self.read = None
+            self.backend = create_backend(
+                args,
+                self.role,
+                self.rank,
+                self.world_size,
+                master_addr,
+                master_port,
+                local_rank,
+                self.preloaded,
+            )
+        self.preloaded = None
         if load_path is not None:
             self.backend.load(load_path)
         if args.compile_layers and self.backend.device.type == "cuda" and not args.debug_train_only:
@@ -184,11 +192,11 @@ class TrainActor:
 
         args = self.args
         batch = self._batch(batch_ref, entries)
-        parts = self.parts
-        self.parts = None
+        early_parts = self.early_parts
+        self.early_parts = None
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(
-                self.backend, batch, self.profiler, self.timers, parts
+                self.backend, batch, self.profiler, self.timers, early_parts
             )
         # After a step, since the first one creates the optimizer's state, of which the memory must
         # hold a copy.
@@ -211,9 +219,9 @@ class TrainActor:
         """Train on this rank's share of part ``number`` of a rollout, without an optimizer step."""
         from slime.backends.train_loop import Parts, train_early_part
 
-        if self.parts is None or number == 0:
-            self.parts = Parts()
-        train_early_part(self._fsdp(), self._batch(batch_ref), self.parts, self.timers)
+        if self.early_parts is None or number == 0:
+            self.early_parts = Parts()
+        train_early_part(self._fsdp(), self._batch(batch_ref), self.early_parts, self.timers)
         return {"metrics": {}, "timings": {}, "entries": []}
 
     # --- the primitives of slime.Session -----------------------------------------------------
@@ -283,10 +291,10 @@ class TrainActor:
             check_equal: The engines hold these weights already; see
                 :func:`slime.weights.sync.sync_weights`.
         """
-        backend = self.backend
         from slime.weights.sync import sync_weights
 
         progress.report("update weights")
+        backend = self.backend
         # An engine may read from several ranks. The first of them sends, the others only offer
         # their memory.
         ranks = ranks_of_engines(self.weight_sync, engine_urls, slots, self.world_size, same_host)

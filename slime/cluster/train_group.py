@@ -68,7 +68,12 @@ class TrainGroup:
         self.ranks = ranks = [
             door().create(
                 TrainActor,
-                *(args, role, rank, world_size, log_dir, engine_keys),
+                args,
+                role,
+                rank,
+                world_size,
+                log_dir,
+                engine_keys,
                 options=placement.train_options(rank, role),
                 environment=environment,
                 own_threads=True,
@@ -144,8 +149,11 @@ class TrainGroup:
         """For each rank, where to find what the ranks of ``other`` have computed for its samples."""
         if other.layout == self.layout:
             return entries
-        firsts = {other.layout.data_rank(i): each for i, each in reversed([*enumerate(entries)])}
-        return [[*chain.from_iterable(firsts.values())]] * len(self.ranks)
+        # The ranks of one data-parallel group of ``other`` have computed the same.
+        once: dict[int, Entries] = {}
+        for rank, of_rank in enumerate(entries):
+            once.setdefault(other.layout.data_rank(rank), of_rank)
+        return [[*chain.from_iterable(once.values())]] * len(self.ranks)
 
     def _parts(self, batch_refs: Batches) -> list[tuple[ActorHandle, Batches]]:
         # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of

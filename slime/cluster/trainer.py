@@ -92,11 +92,14 @@ class OldActor:
     ) -> OldActor:
         is_kept = args.keep_old_actor
         interval = args.update_weights_interval if asynchronous else 1
-        lag = old_actor_lag(args, interval, is_fully_async(args)) if asynchronous else 0
-        of_snapshot = (
-            (snapshot.get("old_actor"), snapshot["rollout_id"] + 1) if snapshot is not None else ()
+        lag = 0
+        if is_kept and asynchronous:
+            lag = old_actor_lag(args, interval, is_fully_async(args)) or 0
+        if snapshot is None:
+            return cls(is_kept, lag, interval)
+        return cls(
+            is_kept, lag, interval, snapshot.get("old_actor"), first_step=snapshot["rollout_id"] + 1
         )
-        return cls(is_kept, (lag or 0) if is_kept else 0, interval, *of_snapshot)
 
     def facts(self, ahead: int) -> OldActorFacts | None:
         """Return what a snapshot with ``ahead`` rollouts generated ahead says; None if there is
@@ -107,7 +110,9 @@ class OldActor:
     @property
     def engines_copy(self) -> ModelTag | None:
         """The copy of the weights that the engines have; None without one."""
-        return None if self.held is None else "rollout_actor" if self.lag == 1 else "old_actor"
+        if self.held is None:
+            return None
+        return "rollout_actor" if self.lag == 1 else "old_actor"
 
     def to_send(self, step: int) -> tuple[ModelTag, int]:
         """Return the weights for an update after ``step`` steps, and the number of steps that
@@ -138,7 +143,9 @@ class OldActor:
         # weights that the engines get now, or if there are none, because what was in progress at a
         # stop is generated again.
         none_behind = before is not None and (before["ahead"] == 0 or self.held < self.first_step)
-        self.steps_behind = None if self.lag == 0 else 1 if none_behind else 0
+        self.steps_behind = None
+        if self.lag:
+            self.steps_behind = 1 if none_behind else 0
         # With the same weights as in the snapshot, its copies are the right ones.
         if before is None or before["held"] != self.held:
             actor.copy_weights(newest_held if self.lag == 1 else "actor", "old_actor")
@@ -172,14 +179,14 @@ class Trainer:
         colocated: Whether they or the engines do so, because both share accelerators.
     """
 
-    cluster: ClusterConfig
-    kl: KlConfig
-    num_critic_only_steps: int
     actor: TrainGroup | None
     critic: TrainGroup | None
     old_actor: OldActor
     log: StepLog
     stop: StopSignals
+    cluster: ClusterConfig
+    kl: KlConfig
+    num_critic_only_steps: int
     trained: int | None = None
     parts: list[list[Ref[TrainResult]]] = field(default_factory=list)
 
@@ -188,8 +195,8 @@ class Trainer:
         self.colocated = self.offloads or self.cluster.offload_rollout
         self.groups = [group for group in (self.actor, self.critic) if group is not None]
         self.side_by_side = self.critic is not None and bool(self.cluster.critic_num_nodes)
-        # Those that share accelerators with others.
-        self.taking_turns = self.groups[: 1 if self.side_by_side else None]
+        # Those that share accelerators with others: not a critic with its own.
+        self.taking_turns = self.groups[:1] if self.side_by_side else self.groups
 
     def train_early_part(self, refs: Batches) -> None:
         """Start to train on the next part of a rollout that is still generated."""
@@ -205,32 +212,31 @@ class Trainer:
         If the critic's returns have a KL penalty, the actor's forward passes come before both. A
         critic with GPUs of its own computes its values while the actor runs its forward passes, and
         trains while the actor does; ``critic_refs`` are its batches if its ranks divide a rollout
-        otherwise.
-        The metrics are added to those of the step. In the first ``--num-critic-only-steps``
-        rollouts, the actor does not train. A stop signal waits until the rollout is trained
-        completely.
+        otherwise. The metrics are added to those of the step. In the first
+        ``--num-critic-only-steps`` rollouts, the actor does not train. A stop signal waits until
+        the rollout is trained completely.
         """
         # A snapshot may only be written between rollouts. If a signal ended one of the waits below,
         # the snapshot before the stop would hold weights of this rollout but count it as untrained,
         # and a resumed run would repeat it.
+        actor = self.actor
+        assert actor is not None, "nothing trains with --debug-rollout-only"
         with self.stop.deferred():
             for part in self.parts:  # an error of one must end the run before the rest is trained
-                self.groups[0].finish(part, rollout_id)
+                actor.finish(part, rollout_id)
             self.parts = []
             if self.side_by_side:
-                self._train_side_by_side(rollout_id, refs, critic_refs or refs)
+                self._train_side_by_side(actor, rollout_id, refs, critic_refs or refs)
             else:
-                self._train(rollout_id, refs)
+                self._train(actor, rollout_id, refs)
             interval = self.kl.ref_update_interval
-            if interval and (rollout_id + 1) % interval == 0 and self.actor is not None:
-                self.take_turn(self.actor)
-                self.actor.copy_weights("actor", "ref")
+            if interval and (rollout_id + 1) % interval == 0:
+                self.take_turn(actor)
+                actor.copy_weights("actor", "ref")
         self.trained = rollout_id
 
-    def _train(self, rollout_id: int, refs: Batches) -> None:
-        actor = self.actor
+    def _train(self, actor: TrainGroup, rollout_id: int, refs: Batches) -> None:
         critic = self.critic
-        assert actor is not None, "nothing trains with --debug-rollout-only"
         trains_actor = critic is None or rollout_id >= self.num_critic_only_steps
         scores = None
         values = None
@@ -252,10 +258,11 @@ class Trainer:
             result, _ = actor.run("train", rollout_id, refs, known)
             self._log_result(result)
 
-    def _train_side_by_side(self, rollout_id: int, refs: Batches, critic_refs: Batches) -> None:
-        actor = self.actor
+    def _train_side_by_side(
+        self, actor: TrainGroup, rollout_id: int, refs: Batches, critic_refs: Batches
+    ) -> None:
         critic = self.critic
-        assert actor is not None and critic is not None, "both have ranks"
+        assert critic is not None, "otherwise nobody is beside the actor"
         trains_actor = rollout_id >= self.num_critic_only_steps
         self.take_turn(actor)
         if trains_actor:
@@ -297,7 +304,9 @@ class Trainer:
         that does not wait for the actor's log-probs."""
         if self.offloads and self.groups:
             with self.log.display.timers("wake_up"):
-                self.take_turn(self.taking_turns[0 if self.kl.kl_coef else -1])
+                # The actor is the first of them, and a critic the last.
+                groups = self.taking_turns
+                self.take_turn(groups[0] if self.kl.kl_coef else groups[-1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:

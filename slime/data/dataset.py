@@ -301,7 +301,10 @@ class Dataset:
         if left_out:
             logger.warning(
                 "%s: left out %d of %d prompts longer than %d tokens",
-                *(self.path, left_out, len(kept), self.max_length),
+                self.path,
+                left_out,
+                len(kept),
+                self.max_length,
             )
 
     def _check(self, keys: RowKeys, reports: list[Report]) -> None:

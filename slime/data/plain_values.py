@@ -271,6 +271,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     sync_path(path.parent)  # without it, the rename could be lost when the power fails
 
 
+def state_file(directory: str | Path, rollout_id: int) -> Path:
+    """Where a snapshot, or a data source below ``--save``, has the state after a rollout."""
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
 def write_state(path: Path, state: object) -> None:
     """Write ``state`` atomically, in the format that ``torch.load`` reads."""
     write_atomically(path, lambda file: save_value(plain(state), file))

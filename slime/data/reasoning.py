@@ -20,14 +20,12 @@ class Tags(NamedTuple):
 
 
 THINK = Tags("<think>", "</think>")
+_THINKERS = (
+    "deepseek-r1", "deepseek-v3", "glm45", "interns1", "kimi_k2", "minimax", "qwen3", "qwen3-thinking", "step3",
+    "step3p5",
+)  # fmt: skip
 TAGS: dict[str, Tags] = {
-    **dict.fromkeys(
-        (
-            *("deepseek-r1", "deepseek-v3", "glm45", "interns1", "kimi_k2", "minimax", "qwen3"),
-            *("qwen3-thinking", "step3", "step3p5"),
-        ),
-        THINK,
-    ),
+    **dict.fromkeys(_THINKERS, THINK),
     "kimi": Tags("◁think▷", "◁/think▷"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "seed-oss": Tags("<seed:think>", "</seed:think>"),

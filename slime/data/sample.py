@@ -362,8 +362,7 @@ class Sample:
             if isinstance(values.get(name), Mapping):
                 values[name] = kind(**values[name])
         sample = Sample(**{name: values.pop(name) for name in _FIELDS if name in values})
-        for name, value in values.items():
-            setattr(sample, name, value)
+        vars(sample).update(values)
         return sample
 
 
@@ -397,10 +396,10 @@ setattr(Sample, "metadata", Normalised("metadata", plain_values.metadata_of))  #
 _FIELDS = tuple(f.name for f in fields(Sample))
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _ATOMS = frozenset({str, int, float, bool, type(None), Status})
-_SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts"}) | {
-    "rollout_top_p_token_ids",
+_SHARED = (
+    "multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts", "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
-}
+)  # fmt: skip
 """Fields of a saved sample that are not copied: they are large, and are only ever replaced, not
 modified.
 """
@@ -417,6 +416,13 @@ def flatten(samples: Nested) -> list[Sample]:
     if isinstance(samples, Sample):
         return [samples]
     return [sample for part in samples for sample in flatten(part)]
+
+
+def group_number(group: Nested) -> int | None:
+    """The number of a group; None if its data source assigns none."""
+    return next(
+        (sample.group_index for sample in flatten(group) if sample.group_index is not None), None
+    )
 
 
 def groups_to_dicts(groups: Iterable[Nested]) -> list[Any]:

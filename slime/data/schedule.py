@@ -207,7 +207,9 @@ def _steps(
     if count % global_batch_size:
         logger.warning(
             "%d rollouts = %d steps x %d + %d: the last %d are not trained on",
-            *(count, num_steps, global_batch_size),
+            count,
+            num_steps,
+            global_batch_size,
             *[count % global_batch_size] * 2,
         )
     members = iter(rollouts)
@@ -313,7 +315,9 @@ def _align(
     logger.warning(
         "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the "
         "largest has %d tokens",
-        *(step, len(micro_batches) + surplus, multiple),
+        step,
+        len(micro_batches) + surplus,
+        multiple,
         max(map(tokens_in, range(len(micro_batches)))),
     )
 

@@ -12,7 +12,6 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard
 
 from slime.config.args import Args
@@ -20,7 +19,7 @@ from slime.config.data import DEFAULT_DATA_SOURCE
 from slime.config.hooks import load_function
 from slime.config.rollout import OWN_FUNCTIONS, SFT_FUNCTION
 from slime.data.dataset import Dataset, PromptDataset, PromptMaker
-from slime.data.plain_values import load_plain
+from slime.data.plain_values import load_plain, state_file, write_state
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts, own_copy
@@ -209,7 +208,9 @@ class RolloutDataSource:
             logger.warning(
                 "the data file has changed: it had %d prompts (%d bytes) when the run was saved, and "
                 "has %d (%d bytes) now: the rest of epoch %d may repeat some and leave out others",
-                *(*then, *now, state["epoch_id"]),
+                *then,
+                *now,
+                state["epoch_id"],
             )
         # The order is not part of the state: it follows from the seed and the epoch.
         self.sample_offset = state["sample_offset"]
@@ -223,9 +224,9 @@ class RolloutDataSource:
         """Write the state atomically to
         ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``.
         """
-        from slime.data.plain_values import write_state
-
-        write_state(_state_path(self.args.save, rollout_id), self.state_dict())
+        if not self.args.save:
+            raise ValueError("the data source cannot be saved without --save")
+        write_state(state_file(self.args.save, rollout_id), self.state_dict())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout,
@@ -233,7 +234,7 @@ class RolloutDataSource:
         """
         if not self.args.load or rollout_id is None or rollout_id < 0:
             return
-        path = _state_path(self.args.load, rollout_id)
+        path = state_file(self.args.load, rollout_id)
         if not path.is_file():
             logger.warning("%s does not exist: the prompts start from the beginning", path)
             return
@@ -346,7 +347,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             logger.warning(
                 "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from "
                 "their prompts",
-                *(then, now, len(self.buffer)),
+                then,
+                now,
+                len(self.buffer),
             )
             self.buffer = [self._begun_again(group) for group in self.buffer]
 
@@ -399,8 +402,7 @@ def prompt_maker(args: Args) -> PromptMaker:
 
 def rollouts_of_epochs(prompts: int, epochs: int | None, batch: int) -> int:
     """Return the number of rollouts of ``batch`` prompts: the fewest that use every prompt
-    ``epochs`` times (default:
-    1), at least 1.
+    ``epochs`` times (default: 1), at least 1.
 
     A rollout that the end of an epoch does not fill takes the rest from the next epoch, so that
     only the last rollout of a run may have prompts of an epoch more.
@@ -429,12 +431,6 @@ def load_dataset(args: Args, maker: Callable[[Args], PromptMaker] = prompt_maker
         streaming=args.streaming_data,
         workers=args.num_data_workers,
     )
-
-
-def _state_path(directory: str | None, rollout_id: int) -> Path:
-    if not directory:
-        raise ValueError("the data source cannot be saved without --save")
-    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
 def deep_copy(sample: Sample) -> Sample:

@@ -46,7 +46,7 @@ class DebugDataError(ValueError):
 
 
 def save_rollout(
-    debug: DebugConfig, model: ModelConfig, rollout_id: int | str, groups: Nested
+    rollout_id: int | str, groups: Nested, debug: DebugConfig, model: ModelConfig
 ) -> Path:
     """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 

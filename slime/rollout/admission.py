@@ -72,8 +72,10 @@ class Admission:
 
     def room(self) -> int:
         """Number of units that may start now."""
-        last = min(self._trained + self.capacity, self._young())
-        return max((last if self.end is None else min(last, self.end)) - self.place, 0)
+        end = min(self._trained + self.capacity, self._first_too_old())
+        if self.end is not None:
+            end = min(end, self.end)
+        return max(end - self.place, 0)
 
     def held_by(self) -> str | None:
         """What prevents further units from starting: ``"staleness"`` or ``"buffer"``; None if some
@@ -86,9 +88,9 @@ class Admission:
     @property
     def limited_by_staleness(self) -> bool:
         """Whether the staleness bound allows fewer units than the buffer."""
-        return self._young() < self._trained + self.capacity
+        return self._first_too_old() < self._trained + self.capacity
 
-    def _young(self) -> int:
+    def _first_too_old(self) -> int:
         """The first place whose unit would be too old when it is trained."""
         # the implied bound follows from the capacity, which then is the only limit
         if self.max_staleness is None:

@@ -56,6 +56,11 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] | None = None
 
 
+def function_name(fn: Callable[..., object]) -> str:
+    """Return how messages name a user's function."""
+    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
+
+
 def call_rollout_fn(
     fn: Callable[..., object],
     args: Args,
@@ -80,11 +85,10 @@ def call_rollout_fn(
         return RolloutFnEvalOutput(data=dict(output))
     if not evaluation and isinstance(output, list):
         return RolloutFnTrainOutput(samples=output)
-    name = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
     older = "a dict of data sets" if evaluation else "a list of groups of samples"
     raise TypeError(
-        f"{name}(evaluation={evaluation}) returned {type(output).__name__}, not {wanted.__name__} "
-        f"or {older}"
+        f"{function_name(fn)}(evaluation={evaluation}) returned {type(output).__name__}, not "
+        f"{wanted.__name__} or {older}"
     )
 
 

@@ -21,7 +21,7 @@ from slime.config.hooks import load_function
 from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.engines.http import HttpError
-from slime.rollout.base_types import call, parameters, supported_kwargs
+from slime.rollout.base_types import call, function_name, parameters, supported_kwargs
 from slime.rollout.ends import text_of
 from slime.rollout.generate import generate
 from slime.rollout.prompts import encode, prompt_ids, render, render_first
@@ -105,7 +105,7 @@ async def call_list(
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
         raise TypeError(
-            f"generate function {_name(fn)} returned {got} for {len(samples)} samples; it must "
+            f"generate function {function_name(fn)} returned {got} for {len(samples)} samples; it must "
             "return one for each"
         )
     return [
@@ -142,7 +142,7 @@ def _failed(
         mark_too_long(sample, state.context)
     else:
         sample.status = Sample.Status.FAILED
-        mark_raised([sample], f"generate function {_name(fn)}", error)
+        mark_raised([sample], f"generate function {function_name(fn)}", error)
     return sample
 
 
@@ -173,7 +173,7 @@ def _finish_all(
         isinstance(result, list) and result and all(isinstance(part, Sample) for part in result)
     ):
         raise TypeError(
-            f"generate function {_name(fn)} returned {type(result).__name__}, not a Sample or a "
+            f"generate function {function_name(fn)} returned {type(result).__name__}, not a Sample or a "
             "list of them"
         )
     for part in flatten(result):  # samples that the function made itself have no indices yet
@@ -192,14 +192,13 @@ def _finish(
     the response.
     """
     # The prompt stays what the data set gave; turns that the function appended to it are part of
-    # the response.
+    # the response, see split_conversation_ids.
     conversation = sample.prompt
     if (
         isinstance(prompt, list)
         and isinstance(conversation, list)
         and conversation[: len(prompt)] == prompt
     ):
-        # the appended turns are part of the response, see split_conversation_ids
         sample.prompt = prompt
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
@@ -208,7 +207,7 @@ def _finish(
         take_arrays(sample)
     except ValueError as error:
         raise ValueError(
-            f"generate function {_name(fn)}: sample {sample.index}: {error}"
+            f"generate function {function_name(fn)}: sample {sample.index}: {error}"
         ) from error
     # A function may have set only text, which is then tokenized here.
     only_text = not sample.response_length and (sample.response or not sample.num_tokens)
@@ -222,7 +221,9 @@ def _finish(
         sample.status = Sample.Status.ABORTED
         return
     if problem:
-        raise ValueError(f"generate function {_name(fn)}: sample {sample.index} has {problem}")
+        raise ValueError(
+            f"generate function {function_name(fn)}: sample {sample.index} has {problem}"
+        )
     # An unset mask means that all tokens are trained. The text follows from the tokens if it is
     # missing.
     if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
@@ -237,19 +238,19 @@ def _misaligned(sample: Sample) -> str | None:
     consistent.
     """
     length = sample.response_length
-    held = vars(sample)
+    fields = vars(sample)
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-        values = held[name]
+        values = fields[name]
         if values is None or len(values) == length or (name == "loss_mask" and is_unset(values)):
             continue
-        said = f"{len(values)} entries in {name}, but response_length is {length}"
+        problem = f"{len(values)} entries in {name}, but response_length is {length}"
         if name == "loss_mask" and not len(values):
-            said += (
+            problem += (
                 ": an empty mask does not mean that all tokens are trained. Let "
                 "append_response_tokens fill sample.loss_mask, set one entry per response token, "
                 "or set None to train on all of them"
             )
-        return said
+        return problem
     if sample.num_tokens < length:
         return f"{sample.num_tokens} tokens, fewer than its response_length {length}"
     return None
@@ -273,7 +274,7 @@ def _from_text(
             "trainer recomputes the old log-probs. The new tokens can differ from those that the "
             "engine sampled. To train on exactly those, set tokens, response_length and "
             "rollout_log_probs (with Sample.append_response_tokens).",
-            _name(fn),
+            function_name(fn),
         )
     prompt, response, mask = split_conversation_ids(state.tokenizer, sample, conversation)
     sample.tokens = prompt + response
@@ -284,23 +285,19 @@ def _from_text(
 
 def _share_rollout_id(fn: Callable[..., object], asked: Sample, siblings: Sequence[Sample]) -> None:
     # The samples of a fan-out count as one rollout in the loss, so they must share a rollout_id.
-    given = {sibling.rollout_id for sibling in siblings}
-    if given == {None}:
+    rollout_ids = {sibling.rollout_id for sibling in siblings}
+    if rollout_ids == {None}:
         # the data source numbers only groups; the conversion gives them a new id
         if asked.index is None:
             return
-        given = {asked.index}
-    if len(given) != 1 or None in given:
+        rollout_ids = {asked.index}
+    if len(rollout_ids) != 1 or None in rollout_ids:
         raise ValueError(
-            f"generate function {_name(fn)}: samples of a fan-out have different rollout_ids "
-            f"{given}; set one for all"
+            f"generate function {function_name(fn)}: samples of a fan-out have different rollout_ids "
+            f"{rollout_ids}; set one for all"
         )
     for sibling in siblings:
-        sibling.rollout_id = next(iter(given))
-
-
-def _name(fn: Callable[..., object]) -> str:
-    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
+        (sibling.rollout_id,) = rollout_ids
 
 
 def split_conversation_ids(

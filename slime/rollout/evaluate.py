@@ -29,8 +29,6 @@ from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.config.data import RewardConfig
-    from slime.config.rollout import RolloutConfig
 
 
 async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
@@ -107,7 +105,7 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
 def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
-    args = state.args
+    of_run = EvalDatasetConfig.from_args(state.args)
     count = config.n_samples_per_eval_prompt or 1
     for i, prompt in enumerate(_dataset(state, config).samples):
         group: Group = []
@@ -115,7 +113,7 @@ def eval_groups(state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
             sample = deep_copy(prompt)
             sample.group_index = i
             sample.index = i * count + k
-            _override(config, sample, args, args)
+            _override(config, sample, of_run)
             group.append(sample)
         groups.append(group)
     return groups
@@ -144,9 +142,7 @@ def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
     return params
 
 
-def _override(
-    config: EvalDatasetConfig, sample: Sample, reward: RewardConfig, rollout: RolloutConfig
-) -> None:
+def _override(config: EvalDatasetConfig, sample: Sample, of_run: EvalDatasetConfig) -> None:
     """Set the reward, generate function and metadata of the data set on a sample, if they differ
     from those of the run.
 
@@ -154,11 +150,11 @@ def _override(
     same ``args``.
     """
     sample.metadata.update(config.metadata_overrides)
-    if config.rm_type and config.rm_type != reward.rm_type:
+    if config.rm_type and config.rm_type != of_run.rm_type:
         sample.metadata.setdefault("rm_type", config.rm_type)
-    if config.custom_rm_path != reward.custom_rm_path:
+    if config.custom_rm_path != of_run.custom_rm_path:
         sample.custom_rm_path = config.custom_rm_path
-    if config.custom_generate_function_path != rollout.custom_generate_function_path:
+    if config.custom_generate_function_path != of_run.custom_generate_function_path:
         sample.generate_function_path = config.custom_generate_function_path
 
 

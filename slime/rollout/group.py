@@ -323,8 +323,13 @@ def snapshot(group: Group) -> Group:
     Prompt and metadata are copied deeply. Media are shared, since they are large and no function
     changes them in place.
     """
+    return with_copies(group, _copied)
+
+
+def with_copies(group: Group, copied: Callable[[Sample], Sample]) -> Group:
+    """Return a group with a copy of each sample, also of each one of a fan-out."""
     return [
-        _copied(entry) if isinstance(entry, Sample) else [*map(_copied, entry)] for entry in group
+        copied(entry) if isinstance(entry, Sample) else [*map(copied, entry)] for entry in group
     ]
 
 

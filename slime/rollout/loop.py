@@ -292,7 +292,7 @@ class RolloutLoop:
             self._replace(leaves)
             self._notify("replaced", group)
             return
-        reason = self._why_not(group if len(valid) == len(group) else valid)
+        reason = self._drop_reason(group if len(valid) == len(group) else valid)
         # again: a filter that reads per-token fields turns them back into Python lists
         packed(group)
         if reason is None:
@@ -327,7 +327,7 @@ class RolloutLoop:
                 f"rewards; the last failure: {failures[-1]}"
             )
 
-    def _why_not(self, group: Group) -> str | None:
+    def _drop_reason(self, group: Group) -> str | None:
         """Return the reason for which the filter drops a group, or None if it keeps the group."""
         if self.filter is None:
             return None

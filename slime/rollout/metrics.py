@@ -25,7 +25,6 @@ from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import ABSTAINED, FAILURE_KEY, RAISED, TOO_LONG, failure
 
 if TYPE_CHECKING:
-    from slime.config.data import RewardConfig
     from slime.config.observability import ObservabilityConfig
 
 Metrics = dict[str, float]
@@ -35,7 +34,7 @@ V = TypeVar("V")
 
 def rollout_metrics(
     logged: ObservabilityConfig,
-    reward: RewardConfig,
+    reward_key: str | None,
     samples: Sequence[Sample],
     seconds: float | None = None,
     gpus: int = 0,
@@ -46,16 +45,17 @@ def rollout_metrics(
     ``--log-passrate``; and ``perf/…`` if ``seconds`` is given.
 
     Args:
+        reward_key: The entry of a dict reward to average (``--reward-key``).
         samples: The samples of the rollout, flat.
         seconds: The duration of the rollout.
         gpus: The number of the engines' GPUs.
     """
     metrics = dict_add_prefix(sample_metrics(samples, logged.log_reward_category), "rollout/")
-    rewards = rollout_rewards(samples, reward.reward_key)
+    rewards = rollout_rewards(samples, reward_key)
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update(dict_add_prefix(_without_spread(rewards), "rollout/zero_std/count_"))
-    metrics.update(_of_sources(samples, reward.reward_key))
+    metrics.update(_of_sources(samples, reward_key))
     if logged.log_multi_turn:
         metrics.update(_multi_turn(samples))
     if logged.log_passrate:

@@ -52,7 +52,11 @@ def generate_rollout(
         logger.warning(
             "rollout %d: %d of %d conversations are longer than the model's context of %d tokens (up "
             "to %d); they are trained whole: leave them out of the data if that is not intended",
-            *(rollout_id, longer, len(lengths), limit, max(lengths)),
+            rollout_id,
+            longer,
+            len(lengths),
+            limit,
+            max(lengths),
         )
     return RolloutFnTrainOutput(samples=groups)
 

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slime.data.sample import Group, Sample, flatten
+from slime.data.sample import Group, Sample, group_number
 from slime.data.staleness import step_of
 from slime.rollout.schedule_file import ScheduleError, ScheduleFile, ScheduleLine, read_lines
 from slime.types import GenerateBody, GenerateOutput, MetaInfo
@@ -242,10 +242,7 @@ class WeightTimeline(RequestLog):
         """Record an event of a group; an :data:`~slime.rollout.state.Observer` of the rollout
         loops.
         """
-        number = next(
-            (sample.group_index for sample in flatten(group) if sample.group_index is not None),
-            None,
-        )
+        number = group_number(group)
         if event == "started":
             self.file.append({"started": number, "step": self.step})
         elif event in ("accepted", "filtered", "replaced"):

@@ -39,13 +39,13 @@ def test_the_rank_that_reads_hands_the_model_over(
         train_backend=backend, compile_layers=reads, colocate=True, deterministic=False
     )
     actor.role, actor.rank, actor.world_size = "actor", rank, 2
-    actor.read, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
+    actor.preloaded, actor.weight_sync = None, SimpleNamespace(for_adapter=lambda sync: None)
     monkeypatch.setattr(train_actor, "importlib", SimpleNamespace(import_module=imported.append))
     actor.import_backend()
     assert bool(imported) == reads, "the compiler is imported where layers are compiled"
     actor.init("127.0.0.1", 1, None)
     assert made[0][-1] == ("model of fsdp" if reads and backend == "fsdp" else None)
-    assert actor.read is None, "it is held once"
+    assert actor.preloaded is None, "it is held once"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_layers_are_compiled_beside_engines_that_start(
     actor: Any = TrainActor.__new__(TrainActor)
     usual = dict.fromkeys(("colocate", "deterministic", "debug_train_only"), False)
     actor.args = SimpleNamespace(**{"compile_layers": True} | usual | flags)
-    actor.role, actor.rank, actor.world_size, actor.read = "actor", 0, 1, None
+    actor.role, actor.rank, actor.world_size, actor.preloaded = "actor", 0, 1, None
     actor.weight_sync = SimpleNamespace(for_adapter=lambda sync: None)
     actor.init("127.0.0.1", 1, None)
     assert made == passes

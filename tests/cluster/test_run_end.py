@@ -174,7 +174,7 @@ def test_at_a_stop_engines_end_before_a_trainer_wakes_to_save(
     assert driver.said == (
         [] if saved == 2 else [*saves, "save_state", "actor has saved", "critic has saved"]
     )
-    assert driver.snapshots.saved == 2 and driver.stop.ending
+    assert driver.snapshots.saved == 2 and driver.stop.is_deferred
 
 
 @pytest.mark.parametrize("case", ["not started", "no --save", "nothing trained"])

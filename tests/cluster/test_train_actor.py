@@ -67,7 +67,7 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     flags = {name: name in offload for name in ("offload_train", "offload_rollout")}
     args = make_args(**flags, colocate=True, audit_weights=False)
     actor.args, actor.role, actor.rank, actor.world_size = args, "actor", 0, 1
-    actor.parts = None
+    actor.early_parts = None
     actor.weight_sync = WeightSyncSettings.from_args(args)
     actor.backend = SimpleNamespace(
         clear_memory=lambda: cleared.append(True),

@@ -426,7 +426,7 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
         add_staleness(data, flatten(groups), 3)
         parts = split_train_data(PackingSettings.from_args(args), data, 2)
         metrics = [
-            rollout_metrics(args, args, flatten(groups), 1.0, args.rollout_num_gpus),
+            rollout_metrics(args, args.reward_key, flatten(groups), 1.0, args.rollout_num_gpus),
             staleness_metrics(flatten(groups), 3),
         ]
         restored = groups_from_dicts(groups_to_dicts(groups))
@@ -438,7 +438,7 @@ def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.Monk
         split_train_data(PackingSettings.from_args(args), from_lists, 2)
     )
     assert metrics == [
-        rollout_metrics(args, args, flatten(plain), 1.0, args.rollout_num_gpus),
+        rollout_metrics(args, args.reward_key, flatten(plain), 1.0, args.rollout_num_gpus),
         staleness_metrics(flatten(plain), 3),
     ]
 

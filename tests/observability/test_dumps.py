@@ -77,7 +77,7 @@ def arguments(folder: Path, **more: object) -> SimpleNamespace:
 def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None:
     groups = [[make(0, 5), make(1, 5)], [make(2, 9)], [[make(3, 7), make(4, 7)]]]
     args = arguments(tmp_path)
-    path = save_rollout(args, args, 12, groups)
+    path = save_rollout(12, groups, args, args)
     assert path == tmp_path / "dump_12.pt"
     raw = torch.load(path, weights_only=False)
     assert raw["rollout_id"] == 12 and [sample["index"] for sample in raw["samples"]] == [
@@ -95,7 +95,7 @@ def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None
 
 def test_evaluations_have_names_of_their_own_and_missing_dumps_are_named(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    assert save_rollout(args, args, "eval_3", [[make(0, 0)]]).name == "dump_eval_3.pt"
+    assert save_rollout("eval_3", [[make(0, 0)]], args, args).name == "dump_eval_3.pt"
     with pytest.raises(DebugDataError, match=r"dump_8\.pt for rollout 8"):
         load_rollout(args.load_debug_rollout_data, 8)
     torch.save([1, 2], tmp_path / "dump_8.pt")
@@ -103,7 +103,7 @@ def test_evaluations_have_names_of_their_own_and_missing_dumps_are_named(tmp_pat
         load_rollout(args.load_debug_rollout_data, 8)
     args.save_debug_rollout_data = "x_{step}.pt"
     with pytest.raises(DebugDataError, match=r"\{rollout_id\}"):
-        save_rollout(args, args, 0, [])
+        save_rollout(0, [], args, args)
 
 
 @given(
@@ -126,7 +126,7 @@ def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(
 
 def test_subsample_by_flag(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    save_rollout(args, args, 0, [[make(2 * g, g), make(2 * g + 1, g)] for g in range(6)])
+    save_rollout(0, [[make(2 * g, g), make(2 * g + 1, g)] for g in range(6)], args, args)
     assert [
         group[0].group_index for group in load_rollout(args.load_debug_rollout_data, 0, 0.5)
     ] == [0, 1, 5]
@@ -252,7 +252,7 @@ def test_a_dump_that_does_not_fit_ends_only_a_run_that_makes_nothing_else(
     groups = [[make(i, i) for i in range(200)]]
     small_disk(1000)
     args = arguments(tmp_path)
-    save_rollout(args, args, 0, groups)
+    save_rollout(0, groups, args, args)
     save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, 0, [shard([3, 0])])
     assert list(tmp_path.iterdir()) == []
     told = files.take_warnings()
@@ -261,7 +261,7 @@ def test_a_dump_that_does_not_fit_ends_only_a_run_that_makes_nothing_else(
     ] == [True, True]
     args.debug_rollout_only = True
     with pytest.raises(OSError):
-        save_rollout(args, args, 0, groups)
+        save_rollout(0, groups, args, args)
 
 
 def test_warnings_are_handed_on_once(tmp_path: Path) -> None:

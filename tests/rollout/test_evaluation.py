@@ -305,7 +305,7 @@ def test_rollout_metrics_by_hand():
         sample(1, 1.0, 8),
         sample(2, None, 10, reward_timed_out=True),
     ]
-    metrics = rollout_metrics(NO_FLAGS, NO_FLAGS, samples)
+    metrics = rollout_metrics(NO_FLAGS, NO_FLAGS.reward_key, samples)
     assert metrics["rollout/response_len/mean"] == (2 + 2 + 6 + 8 + 10) / 5
     assert (metrics["rollout/response_len/median"], metrics["rollout/response_len/max"]) == (6, 10)
     assert metrics["rollout/truncated_ratio"] == 0.2
@@ -322,7 +322,7 @@ def test_rewards_of_a_fan_out_count_once_in_training_as_in_evaluation():
     leaves = [sample(0, 1.0, 2, rollout_id=5) for _ in range(3)]
     samples = [*leaves, sample(0, 0.0, 2), sample(1, 0.0, 2), sample(2, 0.1, 2, rollout_id=9)]
     samples += [sample(2, 0.1, 2, rollout_id=9) for _ in range(2)]
-    metrics = rollout_metrics(args, args, samples)
+    metrics = rollout_metrics(args, args.reward_key, samples)
     assert metrics["rollout/raw_reward"] == (1.0 + 0.0 + 0.0 + 0.1) / 4
     assert metrics["rollout/zero_std/count_0.0"] == metrics["rollout/zero_std/count_0.1"] == 1
     assert metrics["passrate/pass@1"] == 0.5 / 3 and metrics["passrate/pass@2"] == 1.0
@@ -337,7 +337,7 @@ def test_the_speed_of_a_run_without_gpus_of_its_own_for_generation():
     """``--rollout-num-gpus 0``: with external engines, or for SFT without engines."""
     args = make_args().with_values(rollout_num_gpus=0)
     sample = Sample(tokens=[1, 2, 3], response_length=2, reward=1.0, group_index=0)
-    found = rollout_metrics(args, args, [sample], 4.0, args.rollout_num_gpus)
+    found = rollout_metrics(args, args.reward_key, [sample], 4.0, args.rollout_num_gpus)
     assert (
         found["perf/longest_sample_tokens_per_sec"] == 0.5
         and "perf/tokens_per_gpu_per_sec" not in found
@@ -370,7 +370,7 @@ def test_metrics_that_are_asked_for():
     ]
     samples[0].prefix_cache_info = PrefixCacheInfo(cached_tokens=30, total_prompt_tokens=40)
     samples[0].spec_info = SpecInfo(6, 8, 4, 10)
-    metrics = rollout_metrics(args, args, samples, 2.0, args.rollout_num_gpus)
+    metrics = rollout_metrics(args, args.reward_key, samples, 2.0, args.rollout_num_gpus)
     assert (
         metrics["rollout/prefix_cache_hit_rate"] == 0.75
         and metrics["rollout/avg_cached_tokens_per_sample"] == 15

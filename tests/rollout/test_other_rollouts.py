@@ -289,7 +289,7 @@ def test_forge_load_replays_dumps(tmp_path):
         [Sample(index=2 * g + i, group_index=g, reward=float(i)) for i in range(2)]
         for g in range(3)
     ]
-    save_rollout(args, args, 4, groups)
+    save_rollout(4, groups, args, args)
     output = forge_load.generate_rollout(args, 4, None)
     assert [[s.index for s in g] for g in output.samples] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ValueError, match="rollout 5"):

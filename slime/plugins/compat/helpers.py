@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, TypeVar
 
 from slime.cli.main import LOOPS
-from slime.config.data import RewardConfig
 from slime.config.observability import ObservabilityConfig
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def compute_perf_metrics_from_samples(
 
     found = rollout_metrics(
         args.section(ObservabilityConfig),
-        args.section(RewardConfig),
+        args.reward_key,
         samples,
         rollout_time,
         args.rollout_num_gpus or 0,

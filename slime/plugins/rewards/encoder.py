@@ -22,7 +22,6 @@ from slime.rollout.rm_hub.custom import model_rewards
 from slime.rollout.rm_hub.reward import Reward
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
     from slime.config.data import RewardConfig
 
 _BATCH = 64
@@ -166,9 +165,9 @@ class SequenceClassifier:
             return float(self.model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
-async def score(args: Args, sample: Sample) -> float | None:
+async def score(args: RewardConfig, sample: Sample) -> float | None:
     """Score one sample. None if the model's process gave no result; the sample is then marked."""
-    rewards = await model_rewards(args, args, PLACE, SequenceClassifier, [sample])
+    rewards = await model_rewards(args, PLACE, SequenceClassifier, [sample], [sample.response])
     return None if rewards is None else float(rewards[0])
 
 

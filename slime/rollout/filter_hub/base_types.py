@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime.data.sample import Group
+from slime.rollout.base_types import function_name
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -43,9 +44,9 @@ def call_dynamic_filter(fn: Callable[..., object], args: Args, group: Group) -> 
     if isinstance(answer, DynamicFilterOutput):
         return answer
     if not isinstance(answer, bool | np.bool_):
-        name = getattr(fn, "__qualname__", fn)
         raise TypeError(
-            f"dynamic sampling filter {name} returned {answer!r}, not a bool or DynamicFilterOutput"
+            f"dynamic sampling filter {function_name(fn)} returned {answer!r}, not a bool or "
+            "DynamicFilterOutput"
         )
     return DynamicFilterOutput(keep=bool(answer))
 

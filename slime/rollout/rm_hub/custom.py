@@ -35,14 +35,12 @@ from slime.data.sample import Message, Sample
 from slime.engines.background import serve_forever
 from slime.observability.progress import DEBUGGER
 from slime.rollout.base_types import supported_kwargs
-from slime.rollout.ends import spoken
 from slime.rollout.rm_hub.outcome import RAISED, mark_unscored
 from slime.rollout.verifier.pool import default_workers, shared_pool
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from slime.config.data import RewardConfig
-    from slime.config.trainer import ModelConfig
 
 logger = logging.getLogger(__name__)
 _BEAT = 0.1  # seconds between two checks of the open calls
@@ -260,12 +258,15 @@ _models: dict[tuple[str, str | None], Any] = {}  # used in the worker process
 
 async def model_rewards(
     reward: RewardConfig,
-    model: ModelConfig,
     path: str,
     model_class: type,
     samples: Sequence[Sample],
+    responses: Sequence[str],
 ) -> list[Any] | None:
     """Score all samples with one call of ``compute_reward``.
+
+    Args:
+        responses: The texts to score, one per sample; see :func:`slime.rollout.ends.spoken`.
 
     Returns:
         The rewards in the order of the samples. None if the call timed out, its process crashed,
@@ -280,10 +281,7 @@ async def model_rewards(
     check_class(model_class, model_path)
     columns = [
         [sample.prompt for sample in samples],
-        [
-            spoken(sample, model.hf_checkpoint, model.trust_remote_code).response
-            for sample in samples
-        ],
+        list(responses),
         [sample.label for sample in samples],
         [sample.metadata for sample in samples],
     ]

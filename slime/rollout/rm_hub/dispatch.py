@@ -40,7 +40,7 @@ from slime.rollout.rm_hub.outcome import (
     mark_raised,
     mark_unscored,
 )
-from slime.rollout.rm_hub.reward import BOXED, last_boxed, reward_of
+from slime.rollout.rm_hub.reward import BOXED, Reward, last_boxed, reward_of
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -63,11 +63,10 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     # queued
     if not path:
         return await by_type(args, sample)
-    if isclass(load_reward(path)):
-        rewards = await _by_users(args, path, [sample], [sample], kwargs) or [None]
-    else:
-        rewards = [await _by_users(args, path, sample, [sample], kwargs)]
-    return accept_rewards(path, [sample], rewards)[0]
+    reward = await _call_custom(args, path, sample, [sample], kwargs)
+    if isclass(load_reward(path)):  # a model returns a list, or None if it failed
+        reward = reward[0] if reward else None
+    return accept_rewards(path, [sample], [reward])[0]
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
@@ -86,12 +85,14 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
         ValueError: The function returned another number of rewards than it got samples.
     """
     # One function for all samples: that of the run, or the one that all of them name.
-    own = {sample.custom_rm_path for sample in samples}
-    names_none = own <= {None}
-    path = args.custom_rm_path if names_none else (own.pop() if len(own) == 1 else None)
+    path = args.custom_rm_path
+    own_paths = {sample.custom_rm_path for sample in samples}
+    names_none = own_paths <= {None}
+    if not names_none:
+        path = own_paths.pop() if len(own_paths) == 1 else None
     if not path or not (names_none or _takes_lists(args.group_rm, load_reward(path))):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-    rewards = await _by_users(args, path, list(samples), samples, kwargs)
+    rewards = await _call_custom(args, path, list(samples), samples, kwargs)
     if rewards is None:
         return [None] * len(samples)
     if (
@@ -108,7 +109,7 @@ def _takes_lists(group_rm: bool, reward: Any) -> bool:
     return isclass(reward) or (group_rm and "sample" not in parameters(reward)[0])
 
 
-async def _by_users(
+async def _call_custom(
     args: Args,
     path: str,
     subject: Sample | list[Sample],
@@ -119,7 +120,11 @@ async def _by_users(
     ``samples`` as unscored and return None."""
     reward = load_reward(path)
     if isclass(reward):
-        return await model_rewards(args, args, path, reward, samples)
+        responses = [
+            spoken(sample, args.hf_checkpoint, args.trust_remote_code).response
+            for sample in samples
+        ]
+        return await model_rewards(args, path, reward, samples, responses)
     # A function of slime may name another flag.
     limit = float(getattr(args, getattr(reward, "deadline", "reward_timeout")))
     try:
@@ -155,24 +160,8 @@ async def by_type(args: Args, sample: Sample) -> Any:
     """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is
     ignored.
     """
-    # The type: that of the row before that of the run.
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
-    if not name:
-        raise ValueError(
-            f"sample {sample.index} has no reward: set --rm-type ({', '.join(parts('reward'))}), --custom-rm-path "
-            'or metadata {"rm_type": ...} in its row'
-        )
-    reward_type = reward_of(name)
-    if reward_type is None:
-        known = ", ".join(parts("reward"))
-        raise ValueError(
-            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also "
-            f"with prefix {BOXED})"
-        )
-    if reward_type.needs_label and sample.label is None:
-        raise ValueError(
-            f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)"
-        )
+    reward_type = _reward_type(name, sample)
     # What is judged: the text without end tokens, and nothing that the model said while it still
     # reasoned.
     scored = spoken(sample, args.hf_checkpoint, args.trust_remote_code)
@@ -200,6 +189,31 @@ async def by_type(args: Args, sample: Sample) -> Any:
         sample.reward_timed_out = True
         sample.remove_sample = True
     return reward
+
+
+def _reward_type(name: str, sample: Sample) -> Reward:
+    """Return the reward type of a sample.
+
+    Raises:
+        ValueError: The sample has none, or an unknown one, or one that needs a label.
+    """
+    known = ", ".join(parts("reward"))
+    if not name:
+        raise ValueError(
+            f"sample {sample.index} has no reward: set --rm-type ({known}), --custom-rm-path or "
+            'metadata {"rm_type": ...} in its row'
+        )
+    reward_type = reward_of(name)
+    if reward_type is None:
+        raise ValueError(
+            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also "
+            f"with prefix {BOXED})"
+        )
+    if reward_type.needs_label and sample.label is None:
+        raise ValueError(
+            f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)"
+        )
+    return reward_type
 
 
 def opened_reasoning(tokenizer: Tokenizer | None, sample: Sample) -> Tags | None:

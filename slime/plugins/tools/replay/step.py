@@ -168,7 +168,7 @@ def replay_step(run: RecordedRun, wanted: Wanted) -> Replayed:
             metrics = (
                 {}
                 if args.custom_rollout_log_function_path
-                else rollout_metrics(args, args, samples)
+                else rollout_metrics(args, args.reward_key, samples)
             )
             metrics |= staleness_metrics(samples, rollout_id)
             write_parts(parts_of_ranks(args, groups, rollout_id, layout), rollout_id, folder)
