@@ -16,7 +16,7 @@ from slime.algorithms.losses import compute_approx_kl, distilled_advantages, rev
 from slime.algorithms.mis import MisConfig, mean_weight
 from slime.algorithms.reinforce_plus_plus import normalize_advantages
 from slime.algorithms.sequences import Reduce, flatten, keep_where
-from slime.backends.base import TrainBackend
+from slime.backends.base import Metrics, TrainBackend
 from slime.backends.loss_inputs import require
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
@@ -191,13 +191,13 @@ METRICS = tuple(field.name for field in FIELDS if field.metric)
 _REWARDS = ("rewards", "raw_reward")
 
 
-def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
+def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> Metrics:
     """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it
     is the mean of the samples' masked means, for a reward the mean over rollouts."""
     return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
-def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
+def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> Metrics:
     """Return ``rollout/correct-<entry>`` for the samples whose raw reward counts as a pass, and
     their fraction.
 
@@ -232,7 +232,7 @@ def _means(
     keys: Sequence[str],
     chosen: Sequence[bool],
     prefix: str,
-) -> dict[str, float]:
+) -> Metrics:
     # Sums of each entry over the samples of this rank, and by what they are divided: samples, or
     # rollouts for rewards.
     names = []

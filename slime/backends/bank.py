@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slime.backends.base import TrainNeeds
-from slime.backends.collectives import local
+from slime.backends.collectives import NamedTensor, local
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.cluster import ClusterConfig
 from slime.config.run import CheckpointConfig, weights_path
@@ -44,7 +44,7 @@ class WeightBank:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, Tensor]],
+        named: Sequence[NamedTensor],
         may_swap_pointers: bool = True,
         dtype: torch.dtype | None = None,
         on_device: bool = False,
@@ -230,7 +230,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _synchronize(named: Sequence[tuple[str, Tensor]]) -> None:
+def _synchronize(named: Sequence[NamedTensor]) -> None:
     if any(p.is_cuda for _, p in named):
         torch.cuda.synchronize()
 
@@ -291,7 +291,7 @@ class CopySettings:
 
 
 def keeps_copies_on_device(
-    settings: CopySettings, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None
+    settings: CopySettings, named: Sequence[NamedTensor], free_bytes: int | None = None
 ) -> bool:
     """Return whether the copies stay on the accelerator, and log it.
 
@@ -321,7 +321,9 @@ def keeps_copies_on_device(
     logger.warning(
         "copies of the weights (reference, teacher, old actor) take %.2f GiB and stay %s: %.2f "
         "GiB are free there",
-        *(needed / 2**30, "on the accelerator" if fits else "in CPU memory", free_bytes / 2**30),
+        needed / 2**30,
+        "on the accelerator" if fits else "in CPU memory",
+        free_bytes / 2**30,
     )
     return bool(fits)
 

@@ -25,6 +25,7 @@ from slime.backends.loss import is_max_metric
 from slime.models.segments import sum_over
 
 T = TypeVar("T")
+NamedTensor = tuple[str, Tensor]
 BATCH_BYTES = 1 << 28  # gathering needs several times as much memory for a short time
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The older name is deprecated in torch 2.13."""
@@ -184,7 +185,7 @@ def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(-1, *x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield whole tensors in the given order. This is a collective operation if some tensors are
     ``DTensor``.
 
@@ -202,7 +203,7 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
                 yield name, next(whole) if _shard_dims(tensor) else tensor.full_tensor()
 
 
-def _kind(named: tuple[str, Tensor]) -> object:
+def _kind(named: NamedTensor) -> object:
     """Return what tensors of one all-gather have in common; None for one that takes part in
     none.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 LOOPBACK = "lo"
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def create_backend(
@@ -31,18 +31,21 @@ def create_backend(
     master_addr: str,
     master_port: int,
     local_rank: int = 0,
-    read: PreTrainedModel | None = None,
+    preloaded: PreTrainedModel | None = None,
 ) -> TrainBackend:
     """Join the process group (gloo for CPU tensors, NCCL for CUDA tensors) and build the backend.
 
     Args:
         role: ``actor`` or ``critic``.
         local_rank: The index of this rank's accelerator among those that it can see.
-        read: What the backend's ``read_ahead`` returned.
+        preloaded: What the backend's ``read_ahead`` returned.
 
     Raises:
         ValueError: The backend, role or advantage estimator is unknown.
     """
+    from slime.config.algorithm import algorithm_class
+    from slime.models.cpu_memory import large_imports
+
     if role not in ("actor", "critic"):
         raise ValueError(f"role must be actor or critic, not {role!r}")
     # CUDA reads its variables when it is initialized, so nothing above may touch the device. The
@@ -50,40 +53,47 @@ def create_backend(
     if args.deterministic:
         # cuBLAS is deterministic only with a workspace of its own.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    made = backend_class(args.train_backend)
-    from slime.config.algorithm import algorithm_class
-    from slime.models.cpu_memory import keep_freed_memory, large_imports, set_compute_variables
-
+    kind = backend_class(args.train_backend)
     with large_imports():
         import torch
 
         from slime.models.flash_attention import use_if_possible
     # raises an error for an unknown one before the first rollout
     algorithm_class(args.advantage_estimator)
-    # On the CPU, freed memory and compiled kernels are kept within bounds; on CUDA, torch's
-    # allocator does that.
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-        set_compute_variables()
-        if args.threads_per_process:
-            torch.set_num_threads(args.threads_per_process)
+    device = _take_device(local_rank, args.threads_per_process)
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     kernel = use_if_possible(args.attn_implementation is None, device)
     if rank == 0:
-        log.info("attention over packs: %s", kernel)
+        logger.info("attention over packs: %s", kernel)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     _init_process_group(rank, world_size, master_addr, master_port, device, timeout)
     # Every rank has different random numbers, which are the same in each run. What must be equal on
     # all ranks (a value head) has its own seed.
     torch.manual_seed(args.seed + rank)
-    more = {} if read is None else {"read": read}
-    backend: TrainBackend = made(args, role, rank, world_size, device, **more)
+    # Only backends with read_ahead take this parameter.
+    more = {} if preloaded is None else {"preloaded": preloaded}
+    backend: TrainBackend = kind(args, role, rank, world_size, device, **more)
     return backend
+
+
+def _take_device(local_rank: int, threads: int | None) -> torch.device:
+    """Return the accelerator of this rank, or the CPU. There, freed memory and compiled kernels are
+    kept within bounds; on CUDA, torch's allocator does that.
+    """
+    import torch
+
+    from slime.models.cpu_memory import keep_freed_memory, set_compute_variables
+
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    keep_freed_memory()
+    set_compute_variables()
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.device("cpu")
 
 
 def backend_class(name: str) -> type[Any]:
@@ -144,24 +154,16 @@ def _is_loopback(host: str) -> bool:
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Store:
     """Return the key-value store for the rendezvous of the ranks.
 
-    The store has no authentication. So rank 0 listens on ``address`` only
-    (``init_method="tcp://…"`` would listen on all interfaces), and a single rank starts no server.
-    Under torchrun, its agent serves the store already.
+    It has no authentication. So rank 0 listens on ``address`` only (``init_method="tcp://…"`` would
+    listen on all interfaces), and a single rank starts no server. Under torchrun, its agent serves
+    the store already.
     """
     from torch.distributed import HashStore, TCPStore
+
+    from slime.weights.transports.peers import serve_store
 
     if world_size == 1:
         return HashStore()
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(address, port, world_size, False, timeout, wait_for_workers=False)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
-    return TCPStore(
-        address,
-        port,
-        world_size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return serve_store(address, port, world_size, timeout)

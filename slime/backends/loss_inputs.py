@@ -95,31 +95,34 @@ class LossSettings:
         custom_loss = args.custom_loss_function_path
         if args.loss_type == "custom_loss" and not custom_loss:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
-        return cls(
-            loss_type=args.loss_type,
-            algorithm=create_algorithm(args),
-            per_token=args.calculate_per_token_loss,
-            entropy_coef=args.entropy_coef,
-            kl=KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl)
-            if args.use_kl_loss
-            else None,
-            use_rollout_logprobs=args.use_rollout_logprobs,
-            observation_coef=args.observation_loss_coef,
-            opsm_delta=args.opsm_delta if args.use_opsm else None,
-            correction=Correction(
+        kl = None
+        if args.use_kl_loss:
+            kl = KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl)
+        correction = None
+        if applies or args.get_mismatch_metrics:
+            correction = Correction(
                 function=load_function(tis) if tis else vanilla_tis_function,
                 applies=applies,
                 by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
                 is_custom=bool(tis),
             )
-            if applies or args.get_mismatch_metrics
-            else None,
+        of_plugin = None
+        if registered is not None:
+            of_plugin = load(registered.target)(own_section(registered, args))
+        return cls(
+            loss_type=args.loss_type,
+            algorithm=create_algorithm(args),
+            per_token=args.calculate_per_token_loss,
+            entropy_coef=args.entropy_coef,
+            kl=kl,
+            use_rollout_logprobs=args.use_rollout_logprobs,
+            observation_coef=args.observation_loss_coef,
+            opsm_delta=args.opsm_delta if args.use_opsm else None,
+            correction=correction,
             value_clip=args.value_clip,
             pg_reducer=load_function(reducer) if reducer else None,
             custom_loss=load_function(custom_loss) if custom_loss else None,
-            registered=None
-            if registered is None
-            else load(registered.target)(own_section(registered, args)),
+            registered=of_plugin,
             args=args,
         )
 

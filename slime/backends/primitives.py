@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.algorithms.token_losses import TOKEN_LOSSES
-from slime.backends.base import TrainNeeds
+from slime.backends.base import Metrics, TrainNeeds
 from slime.backends.loss_inputs import LossSettings
 from slime.backends.micro_batches import ResponseValues
 from slime.backends.shared import NonFiniteError
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime.backends.fsdp.backend import FsdpBackend
-    from slime.config.args import Args
     from slime.data.fields import RankBatch
 
 
 def forward_backward(
     backend: FsdpBackend, batch: RankBatch, loss: str, options: Mapping[str, float]
-) -> tuple[dict[str, float], list[Tensor]]:
+) -> tuple[Metrics, list[Tensor]]:
     """Add the gradients of a loss to those that are there.
 
     Args:
@@ -46,7 +45,7 @@ def forward_backward(
     Raises:
         NonFiniteError: The loss is not finite. All gradients are dropped.
     """
-    settings, needs = _settings_of(backend.args, loss, options)
+    settings, needs = _settings_of(backend, loss, options)
     with _training_with(backend, settings, needs):
         # the reference, and the old log-probs, if the loss needs them
         score(backend, batch, PhaseTimer())
@@ -65,7 +64,7 @@ def forward_backward(
     return metrics, log_probs
 
 
-def optim_step(backend: FsdpBackend, adam: AdamSettings | None) -> dict[str, float]:
+def optim_step(backend: FsdpBackend, adam: AdamSettings | None) -> Metrics:
     """Update the weights with the gradients that have accumulated, and drop these.
 
     Args:
@@ -100,9 +99,10 @@ def token_loss_sum(
 
 
 def _settings_of(
-    args: Args, loss: str, options: Mapping[str, float]
+    backend: FsdpBackend, loss: str, options: Mapping[str, float]
 ) -> tuple[LossSettings, TrainNeeds]:
     """Return the settings of a loss, and what it needs of the model."""
+    args = backend.args
     if loss not in TOKEN_LOSSES:
         estimator = args.advantage_estimator if loss == "policy_loss" else loss
         args = args.with_values(loss_type="policy_loss", advantage_estimator=estimator)

@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.backends import micro_batches as mb
 from slime.backends.bank import LIVE, CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag, TrainNeeds
-from slime.backends.collectives import DTYPES, DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce, NamedTensor
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
 from slime.backends.loss_inputs import LossSettings, Scores, TokenBatch
 from slime.backends.offload import Offloader
@@ -85,7 +85,7 @@ class SharedBackend:
     """
 
     read_ahead: ClassVar[staticmethod[..., PreTrainedModel] | None] = None
-    """Reads the checkpoint into the memory of the CPU, for the ``read`` of the backend that is
+    """Reads the checkpoint into the memory of the CPU, for the ``preloaded`` of the backend that is
     created then.
     """
 
@@ -110,7 +110,7 @@ class SharedBackend:
 
     def _make_copies(
         self,
-        named: Sequence[tuple[str, Tensor]],
+        named: Sequence[NamedTensor],
         initial: str,
         *,
         dtype: torch.dtype | None = None,
@@ -126,11 +126,15 @@ class SharedBackend:
         """
         args = self.args
         copies = CopySettings.of(
-            self.needs, args, args, bool(args.ref_update_interval), args.opd_teacher_load
+            self.needs,
+            saved=args,
+            gpus=args,
+            ref_moves=bool(args.ref_update_interval),
+            teacher=args.opd_teacher_load,
         )
         actor = self.role == "actor"
 
-        def bank(tensors: Sequence[tuple[str, Tensor]]) -> WeightBank:
+        def bank(tensors: Sequence[NamedTensor]) -> WeightBank:
             accelerated = self.device.type == "cuda"
             on_device = actor and accelerated and keeps_copies_on_device(copies, tensors)
             # The memory of the offloader is free while the model is on the accelerator.
@@ -249,7 +253,7 @@ class SharedBackend:
         wanted = math.ceil(int(most) / multiple) * multiple
         return [*micro_batches, *([[]] * (wanted - count))]
 
-    def add_shares(self, total: dict[str, float], shares: dict[str, Tensor]) -> None:
+    def add_shares(self, total: Metrics, shares: dict[str, Tensor]) -> None:
         """Add the shares of a micro-batch, which are scalars, to the totals of the step."""
         if not shares:
             return
@@ -263,7 +267,7 @@ class SharedBackend:
 
     def step_metrics(
         self,
-        shares: dict[str, float],
+        shares: Metrics,
         batch: RankBatch,
         scheduled: mb.MicroBatches,
         trained: mb.MicroBatches,
@@ -290,7 +294,7 @@ class SharedBackend:
 
     def finish_step(
         self,
-        shares: dict[str, float],
+        shares: Metrics,
         batch: RankBatch,
         step: int,
         scheduled: mb.MicroBatches,
@@ -343,7 +347,7 @@ class SharedBackend:
         """
         return self.bank.moving
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[NamedTensor]:
         """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
 
         With ``--lora-sync adapter``, they are followed by the factors of the adapter with their
@@ -356,11 +360,11 @@ class SharedBackend:
         if separate:
             yield from self._named_factors()
 
-    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, merge: bool) -> Iterator[NamedTensor]:
         """Yield the weights; with ``merge``, the adapter is added to them if there is one."""
         raise NotImplementedError
 
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_factors(self) -> Iterator[NamedTensor]:
         """Yield the factors of the adapter with their names in PEFT's files."""
         assert self.adapter is not None
         self.finish_update()

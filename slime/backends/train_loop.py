@@ -17,7 +17,7 @@ from slime.backends.advantages import (
     correct_sample_metrics,
     rollout_metrics,
 )
-from slime.backends.base import ModelTag, TrainBackend
+from slime.backends.base import Metrics, ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights, is_max_metric
 from slime.config.hooks import load_function
 from slime.data.fields import LOSS_FIELDS, RankBatch, TrainData
@@ -59,7 +59,7 @@ def train_on_rollout(
     profiler: Profiler | None = None,
     timers: Timers | None = None,
     parts: Parts | None = None,
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[Metrics, dict[str, float]]:
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
     All ranks must call this together, each with its own batch. These entries are added to the
@@ -151,7 +151,7 @@ class Parts:
     """
 
     batches: list[RankBatch] = field(default_factory=list)
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: Metrics = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -174,9 +174,7 @@ def train_early_part(
         backend.accumulate(batch, 0, shares=parts.shares)
 
 
-def train_parts(
-    backend: FsdpBackend, batch: RankBatch, parts: Parts, timer: PhaseTimer
-) -> dict[str, float]:
+def train_parts(backend: FsdpBackend, batch: RankBatch, parts: Parts, timer: PhaseTimer) -> Metrics:
     """Train the parts of a rollout that were not trained early, and run its optimizer step.
 
     Args:
@@ -308,14 +306,14 @@ def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
             batch["squared_probs"] = [(2 * p - q).exp() for p, q in zip(old, sharp, strict=True)]
 
 
-def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
+def _mean_over_steps(results: list[Metrics]) -> Metrics:
     names = {name: None for result in results for name in result}  # in the order first seen
     present = {name: [result[name] for result in results if name in result] for name in names}
     return {name: _combined(name, values) for name, values in present.items()}
 
 
 def _combined(name: str, values: list[float]) -> float:
-    if name.endswith("_max"):
+    if is_max_metric(name):
         return max(values)
     return values[-1] if name.startswith("lr-") else sum(values) / len(values)
 

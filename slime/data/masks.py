@@ -29,6 +29,7 @@ _OPENED = (f"{THINK.start}\n", THINK.start)  # what opens the reasoning
 _HEADER_TOKENS = 4
 TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
+IdsAndMask = tuple[list[int], list[int]]
 Messages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 
@@ -118,9 +119,7 @@ class MultiTurnLossMaskGenerator:
         self._marked(messages, trained, tools)
         return text
 
-    def get_loss_mask(
-        self, messages: Messages, tools: Tools | None = None
-    ) -> tuple[list[int], list[int]]:
+    def get_loss_mask(self, messages: Messages, tools: Tools | None = None) -> IdsAndMask:
         """Return the token ids of the whole conversation, and for each 1 if the assistant wrote it,
         otherwise 0.
 
@@ -133,7 +132,7 @@ class MultiTurnLossMaskGenerator:
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: Sequence[int], tools: Tools | None = None
-    ) -> tuple[list[int], list[int]]:
+    ) -> IdsAndMask:
         """Like :meth:`get_loss_mask`, for ids in which a processor has inserted many tokens for
         each image or video.
 
@@ -323,7 +322,7 @@ class MultiTurnLossMaskGenerator:
         is_an_earlier_turns = any(end in between for end in ends) if ends else bool(between)
         return begin if at < 0 or is_an_earlier_turns else at + len(header)
 
-    def _last_answer(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
+    def _last_answer(self, messages: Messages, tools: Tools | None) -> IdsAndMask:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError(
                 "distill_qwen trains on the last message, which must be the assistant's"

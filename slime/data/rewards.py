@@ -20,6 +20,8 @@ PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rew
 
 PARTS_KEY = "reward_parts"
 """The key of the metadata of a sample with several rewards, under which they are kept by name."""
+Groups = dict[Hashable, dict[Hashable, list[int]]]
+"""The positions of the samples with a reward, by group and by rollout in it."""
 
 
 def keys_of_rollouts(samples: Iterable[Sample]) -> list[Hashable]:
@@ -84,10 +86,15 @@ def post_process_rewards(
     raw = [trained_reward(args, sample) for sample in samples]
     shaped = raw
     if args.overlong_buffer_len:
-        limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
         shaped = [
-            r + overlong_penalty(s.response_length, *limits)
-            for r, s in zip(raw, samples, strict=True)
+            reward
+            + overlong_penalty(
+                sample.response_length,
+                args.rollout_max_response_len,
+                args.overlong_buffer_len,
+                args.overlong_penalty,
+            )
+            for reward, sample in zip(raw, samples, strict=True)
         ]
     # A sample whose verifier timed out says nothing about the others: it is left out of its group's
     # statistics, and its trained reward is 0. Its raw reward is NaN, so that metrics can leave it
@@ -95,35 +102,39 @@ def post_process_rewards(
     rewards = [0.0 if math.isnan(reward) else reward for reward in shaped]
     if not args.rewards_normalization:
         return raw, rewards
-    algorithm = create_algorithm(args)
     rollouts = keys_of_rollouts(samples) if rollout_keys is None else rollout_keys
-    groups: dict[Hashable, dict[Hashable, list[int]]] = {}
+    groups: Groups = {}
     for i, reward in enumerate(shaped):
-        if not math.isnan(reward):  # group → rollout → positions of samples
+        if not math.isnan(reward):
             groups.setdefault(group_keys[i], {}).setdefault(rollouts[i], []).append(i)
+    compared = _minus_baselines(create_algorithm(args), samples, shaped, groups)
+    return raw, [compared.get(i, reward) for i, reward in enumerate(rewards)]
+
+
+def _minus_baselines(
+    algorithm: Algorithm, samples: Sequence[Sample], rewards: Sequence[float], groups: Groups
+) -> dict[int, float]:
+    """Return the rewards of the samples in ``groups`` minus their baselines, by position."""
     units = [(key, members) for key, group in groups.items() for members in group.values()]
     scored = [
         Scored(
             key,
-            mean_reward([shaped[i] for i in members]),
+            mean_reward([rewards[i] for i in members]),
             _mean_parts(samples, members),
             samples[members[0]].metadata,
         )
         for key, members in units
     ]
     joint = algorithm.batch_baseline(scored)
-    if joint is not None:
-        name = f"{type(algorithm).__name__}.batch_baseline"
-        for (_, members), value in zip(
-            units, checked_numbers(name, joint, len(units)), strict=True
-        ):
-            for i in members:
-                rewards[i] = value
-        return raw, rewards
-    for group in groups.values():
-        for i, reward in _compared(algorithm, shaped, list(group.values())).items():
-            rewards[i] = reward
-    return raw, rewards
+    found: dict[int, float] = {}
+    if joint is None:
+        for group in groups.values():
+            found |= _compared(algorithm, rewards, list(group.values()))
+        return found
+    values = checked_numbers(f"{type(algorithm).__name__}.batch_baseline", joint, len(units))
+    for (_, members), value in zip(units, values, strict=True):
+        found |= dict.fromkeys(members, value)
+    return found
 
 
 def _compared(

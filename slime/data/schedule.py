@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+Prompts = Sequence[tuple[Hashable, int]]
+"""For each sample, the key and the length of what it shares with others; see
+:func:`slime.data.convert.shared_prompts`.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]] | None = None,
+    prompts: Prompts | None = None,
     parts: Sequence[list[int]] | None = None,
 ) -> Schedule:
     """Split a rollout's samples into optimizer steps, micro-batches and ranks.
@@ -152,7 +156,7 @@ def build_dp_schedule(
 def pack_forward_only(
     settings: PackingSettings,
     total_lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]] | None,
+    prompts: Prompts | None,
     cap: int,
     at_least: int = 1,
 ) -> list[list[int]]:
@@ -221,7 +225,7 @@ def _pack_step(
     layout: ParallelLayout,
     samples: list[int],
     total_lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]] | None,
+    prompts: Prompts | None,
     step: int,
 ) -> list[list[list[int]]]:
     """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
@@ -265,7 +269,7 @@ def _items(
     settings: PackingSettings,
     samples: list[int],
     total_lengths: Sequence[int],
-    prompts: Sequence[tuple[Hashable, int]] | None,
+    prompts: Prompts | None,
 ) -> Items:
     keys = [(None, 0) if prompts is None else prompts[i] for i in samples]
     return Items(

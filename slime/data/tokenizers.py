@@ -84,6 +84,8 @@ def load_processor(
         return _load_processor(*_resolve(name_or_path, trust_remote_code, kwargs))
 
 
+LoadOptions = tuple[tuple[str, object], ...]
+"""Keyword arguments of ``from_pretrained``, as a key of a cache."""
 _PROBE = "slime.probe.text"
 _ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 _template_takes_text: dict[str, bool] = {}
@@ -331,7 +333,7 @@ def end_ids(
 
 
 @functools.cache
-def load_cached(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
+def load_cached(name: str, is_folder: bool, kwargs: LoadOptions) -> Tokenizer:
     """Load the tokenizer of a folder or a name, once per process for the same options."""
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise FileNotFoundError(
@@ -375,9 +377,7 @@ def _direct_class(folder: Path) -> Any | None:
 
 
 @functools.cache
-def _load_processor(
-    name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]
-) -> Any | None:
+def _load_processor(name: str, is_folder: bool, kwargs: LoadOptions) -> Any | None:
     if is_folder and not any((Path(name) / file).is_file() for file in _PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor, ProcessorMixin
@@ -389,7 +389,7 @@ def _load_processor(
 
 def _resolve(
     name_or_path: str | Path, trust: bool, kwargs: dict[str, object]
-) -> tuple[str, bool, tuple[tuple[str, object], ...]]:
+) -> tuple[str, bool, LoadOptions]:
     """(folder or hub id, whether it is a folder, the arguments to load it with)"""
     name = str(name_or_path or "")
     if not name:

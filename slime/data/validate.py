@@ -140,7 +140,7 @@ class _Check:
         strict: bool = False,
         limit: int | None = None,
     ) -> list[str]:
-        """The problems of a file, which is read part by part.
+        """The problems of a file, which is read in parts, since it may be larger than the memory.
 
         Args:
             make: Parses the rows and tries what the run will do with them.
@@ -148,13 +148,14 @@ class _Check:
                 it is optional.
             limit: Maximum number of rows to check.
         """
-        problems, labels, report = Problems(), Problems(), Report(make.keys)
+        problems, label_problems = Problems(), Problems()
+        report = Report(make.keys)
         rm_type = self.reward_type(settings)
-        labelled, first = False, None
+        labelled = False
+        first: PromptRow | None = None  # whose label was checked
         try:
             rows = RowFile(spec)
             count = len(rows) if limit is None else min(limit, len(rows))
-            # In parts, so that a file larger than the memory can be checked.
             for begin in range(0, count, _ROWS_AT_ONCE):
                 part = rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count)))
                 prompts, part_report = make.parse(part)
@@ -174,7 +175,7 @@ class _Check:
                     labelled = labelled or row.label is not None
                     if problem:
                         labelled = labelled or self.label(rm_type, row, "0") == problem
-                        labels.add(f"{row.where}: {problem}")
+                        label_problems.add(f"{row.where}: {problem}")
         except DataError as error:
             return error.problems
         # Problems of the whole file come after those of single rows have been counted.
@@ -183,8 +184,8 @@ class _Check:
         for warning in problems.warnings if strict else ():
             problems.add(warning)
         if labelled:
-            problems.extend(labels)
-        elif first is not None and labels.count:
+            problems.extend(label_problems)
+        elif first is not None and label_problems.count:
             unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
             problems.add(
                 f"{spec}: {unset}no row has a label (column {make.keys.label!r}, --label-key); the "

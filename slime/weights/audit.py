@@ -180,15 +180,21 @@ async def audit_engines(
     """
     named = [engine for engine in engines if sent and engine.capabilities.named_checksums]
     asked = engines if len(engines) > 1 else named
-    sums, failed = await on_each(
-        asked, lambda engine: engine.checksum(), "compute its checksums", deadline
-    )
-    for error in failed.values():
-        raise error
+    sums = await _checksums(asked, deadline)
     for layout in _layouts(asked, infos):
         check_engines_agree({engine.url: sums[engine.url] for engine in layout})
     for engine in named:
         check_digests(engine.url, sent, sums[engine.url])
+
+
+async def _checksums(engines: Sequence[EngineHandle], deadline: float) -> dict[str, dict[str, str]]:
+    """Return the digests of every engine's tensors by URL, or raise the first error."""
+    sums, failed = await on_each(
+        engines, lambda engine: engine.checksum(), "compute its checksums", deadline
+    )
+    for error in failed.values():
+        raise error
+    return sums
 
 
 # --- (a) -----------------------------------------------------------------------------------------
@@ -244,8 +250,12 @@ async def check_probe(
     Raises:
         WeightAuditError: A difference is larger than its limit or NaN.
     """
-    ask = lambda engine: score(engine, probe.tokens, adapter)  # noqa: E731
-    scores, failed = await on_each(engines, ask, "score the probe", deadline)
+    scores, failed = await on_each(
+        engines,
+        lambda engine: score(engine, probe.tokens, adapter),
+        "score the probe",
+        deadline,
+    )
     for error in failed.values():
         raise error
     gaps = {}
@@ -408,11 +418,7 @@ async def check_restored(
     Raises:
         WeightAuditError: Some tensors differ. The error names the engine and the tensors.
     """
-    after, failed = await on_each(
-        engines, lambda engine: engine.checksum(), "compute its checksums", deadline
-    )
-    for error in failed.values():
-        raise error
+    after = await _checksums(engines, deadline)
     for url, held in after.items():
         wrong = sorted(name for name, digest in before[url].items() if held.get(name) != digest)
         if wrong:

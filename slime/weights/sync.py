@@ -327,11 +327,9 @@ class Sender:
             raise
         if not self.window.opened:
             raise ValueError(f"weights {self.version} were not sent, because they have no tensors")
-        self.report.nbytes, self.report.tensors, self.report.density = (
-            result.nbytes,
-            result.tensors,
-            result.density,
-        )
+        self.report.nbytes = result.nbytes
+        self.report.tensors = result.tensors
+        self.report.density = result.density
         whole, torn = await self.window.close(result)
         self.updated |= {engine.url for engine in whole}
         failed = {**plan.failed, **self.window.failed}

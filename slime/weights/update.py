@@ -414,8 +414,10 @@ class Handoff:
     def __iter__(self) -> Iterator[Bucket]:
         while True:
             with self._changed:
-                done = lambda: self._item is not None or self._closed or self._abandoned  # noqa: E731
-                self._wait(done, "the trainer to gather the next bucket")
+                self._wait(
+                    lambda: self._item is not None or self._closed or self._abandoned,
+                    "the trainer to gather the next bucket",
+                )
                 if self._item is None:
                     if self._error is not None:
                         raise self._error

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from slime.backends.base import Metrics, ModelTag
-from slime.backends.collectives import DTYPES, DataParallelReduce
+from slime.backends.collectives import DTYPES, DataParallelReduce, NamedTensor
 from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.experts import RoutingReplay
 from slime.backends.fsdp.gradients import CastParameters, ShardGradients
@@ -51,7 +51,7 @@ from slime.models.loading import decoder_layers
 from slime.models.scorer import PolicyScorer, ValueScorer
 from slime.registry import find
 
-Accumulated = tuple[dict[str, float], MicroBatches, MicroBatches]
+Accumulated = tuple[Metrics, MicroBatches, MicroBatches]
 
 
 class FsdpBackend(SharedBackend):
@@ -68,33 +68,14 @@ class FsdpBackend(SharedBackend):
         rank: int,
         world_size: int,
         device: torch.device,
-        read: PreTrainedModel | None = None,
+        preloaded: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(args, role, rank, world_size, device)
-        # Ranks with other samples, and with context parallelism those with other tokens of them.
-        layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
-        self.data_parallel_rank = layout.data_rank(rank)
-        self.data_parallel_size = layout.dp
-        self.share_reduce = DataParallelReduce(world_size, device)
+        # the number of ranks that share one replica of the model, see shard_mesh
         self.shard_size = args.fsdp_shard_size or world_size
-        """The number of ranks that share one replica of the model; see
-        :func:`slime.backends.fsdp.model.shard_mesh`.
-        """
-        self.context_group: ProcessGroup | None = None
-        """The ranks that have other tokens of the same samples; None without context
-        parallelism.
-        """
-        data = None
-        if layout.cp > 1:
-            mesh = init_device_mesh(
-                device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context")
-            )
-            data = mesh.get_group("data")
-            self.context_group = mesh.get_group("context")
-        self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
-        # The model. On one rank FSDP is not applied, and copies of the weights in the dtype of
-        # passes replace its mixed precision.
-        self.scorer, builder = build_scorer(args, role, device, world_size, read)
+        self._join_groups(ParallelLayout.from_args(args).cp)
+        # The model.
+        self.scorer, builder = build_scorer(args, role, device, world_size, preloaded)
         by_heads = args.context_parallel_kind == "ulysses"
         self.builder = replace(builder, context_group=self.context_group, by_heads=by_heads)
         model = self.scorer.hf if isinstance(self.scorer, PolicyScorer) else self.scorer.backbone
@@ -102,15 +83,7 @@ class FsdpBackend(SharedBackend):
         if args.use_rollout_routing_replay and role == "actor":
             assert isinstance(model, PreTrainedModel)
             self.replay = RoutingReplay(decoder_layers(model))
-        # What replaces FSDP's mixed precision on one rank, or adds its gradients on the CPU.
-        self.cast: CastParameters | ShardGradients | None = None
-        away = device if args.fsdp_cpu_offload else None
-        if world_size == 1 and (args.train_dtype != "float32" or away):
-            assert isinstance(model, PreTrainedModel)
-            layers, keep = decoder_layers(model), not args.fsdp_reshard_after_forward
-            self.cast = CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
-        elif away:
-            self.cast = ShardGradients(list(self.scorer.parameters()))
+        self.cast = self._cast_of(model)
         # The optimizer comes before the copies, which stay on the accelerator only beside it.
         self.named_parameters = named = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
@@ -123,13 +96,10 @@ class FsdpBackend(SharedBackend):
             if name in saved
         ]
         initial = InitialWeights.of(args, args.hf_checkpoint)
-        lora = lora_settings(args)
-        codes = args.lora_base_quantization
-        self.adapter = (
-            None
-            if lora is None
-            else FsdpAdapter(initial.hf_folder(), lora, model, named, self.shard_size, codes)
-        )
+        self.adapter = None
+        if (lora := lora_settings(args)) is not None:
+            folder, codes = initial.hf_folder(), args.lora_base_quantization
+            self.adapter = FsdpAdapter(folder, lora, model, named, self.shard_size, codes)
         self._make_copies(named, initial.path(megatron=False), dtype=DTYPES[args.train_dtype])
         # of the base, which no snapshot contains
         buffers = self.buffers if self.adapter is None else []
@@ -146,6 +116,37 @@ class FsdpBackend(SharedBackend):
             buffers,
             self.optimizer,
         )
+
+    def _join_groups(self, context_size: int) -> None:
+        """Join the groups of ranks that have other samples, and with context parallelism of those
+        that have other tokens of the same samples.
+        """
+        layout = ParallelLayout(world_size=self.world_size, cp=context_size)
+        self.data_parallel_rank = layout.data_rank(self.rank)
+        self.data_parallel_size = layout.dp
+        self.context_group: ProcessGroup | None = None
+        data = None
+        if context_size > 1:
+            mesh = init_device_mesh(
+                self.device.type, (layout.dp, context_size), mesh_dim_names=("data", "context")
+            )
+            data = mesh.get_group("data")
+            self.context_group = mesh.get_group("context")
+        self.reduce = DataParallelReduce(layout.dp, self.device, data, self.context_group)
+        self.share_reduce = DataParallelReduce(self.world_size, self.device)
+
+    def _cast_of(self, model: nn.Module) -> CastParameters | ShardGradients | None:
+        """Return what replaces FSDP's mixed precision on one rank, where FSDP is not applied, or
+        adds its gradients on the CPU.
+        """
+        args = self.args
+        away = self.device if args.fsdp_cpu_offload else None
+        if self.world_size == 1 and (args.train_dtype != "float32" or away):
+            assert isinstance(model, PreTrainedModel)
+            layers = decoder_layers(model)
+            keep = not args.fsdp_reshard_after_forward
+            return CastParameters(self.scorer, DTYPES[args.train_dtype], layers, keep, away)
+        return ShardGradients(list(self.scorer.parameters())) if away else None
 
     def _in_pass_dtype(self) -> AbstractContextManager[None]:
         """Let the model compute in ``--train-dtype`` within the context, in which its weights must
@@ -249,7 +250,7 @@ class FsdpBackend(SharedBackend):
         batch: RankBatch,
         step: int,
         log_probs: ResponseValues | None = None,
-        shares: dict[str, float] | None = None,
+        shares: Metrics | None = None,
     ) -> Accumulated:
         """Add the gradients of all micro-batches of a step to those that are there.
 
@@ -365,7 +366,7 @@ class FsdpBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    def _weights(self, merge: bool) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, merge: bool) -> Iterator[NamedTensor]:
         assert isinstance(self.scorer, PolicyScorer)
         return iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype], merge, self.device)
 

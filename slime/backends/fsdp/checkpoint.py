@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import shard_box
-from slime.backends.collectives import local
+from slime.backends.collectives import NamedTensor, local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.saving import SavedState
 from slime.backends.tensor_index import META
@@ -41,7 +41,7 @@ class FsdpState(SavedState):
 
     shard_size: int
     """The number of ranks that share one replica of the model."""
-    buffers: list[tuple[str, Tensor]]
+    buffers: list[NamedTensor]
     optimizer: ScheduledAdamW
 
     def load(self, path: Path) -> None:

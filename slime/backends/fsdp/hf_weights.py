@@ -19,7 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from slime.backends.collectives import DTYPES, gather_objects, local, sharded_like, whole_tensors
+from slime.backends.collectives import (
+    DTYPES,
+    NamedTensor,
+    gather_objects,
+    local,
+    sharded_like,
+    whole_tensors,
+)
 from slime.backends.fsdp.lora import AdapterMerge
 from slime.backends.fsdp.low_precision import rounded_weights
 from slime.config.args import Args
@@ -139,7 +146,7 @@ def iter_hf_weights(
     dtype: torch.dtype,
     merge: bool = True,
     device: torch.device | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[NamedTensor]:
     """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors
     once.
 
@@ -223,8 +230,8 @@ def names_with_adapters(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _named_as_on_disk(
-    model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+    model: PreTrainedModel, tensors: Iterator[NamedTensor]
+) -> Iterator[NamedTensor]:
     conversions = getattr(model, "_weight_conversions", None)
     if not conversions:
         yield from tensors
@@ -244,7 +251,7 @@ def _named_as_on_disk(
     yield from revert_weight_conversion(model, pending).items()
 
 
-def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _empty_tensors(model: PreTrainedModel) -> Iterator[NamedTensor]:
     """Yield tensors with the whole shapes, but without memory."""
     for name, value, _ in _tensors(model):
         yield name, torch.empty(value.shape, dtype=value.dtype, device="meta")

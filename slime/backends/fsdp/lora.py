@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import shard_box
-from slime.backends.collectives import local, sharded_like, whole_tensors
+from slime.backends.collectives import NamedTensor, local, sharded_like, whole_tensors
 from slime.backends.fsdp.low_precision import quantized_layers
 from slime.backends.trainable import (
     TrainedAdapter,
@@ -194,7 +194,7 @@ _LINEAR = (nn.Linear, CpuLinear, LoraLinear)
 
 
 @torch.no_grad()
-def base_digest(named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, shard_size: int) -> str:
+def base_digest(named: Sequence[NamedTensor], dtype: torch.dtype, shard_size: int) -> str:
     """Return a digest of the values of all parameters, rounded to ``dtype``, which does not depend
     on the sharding.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def build_scorer(
     role: str,
     device: torch.device,
     world_size: int,
-    read: PreTrainedModel | None = None,
+    preloaded: PreTrainedModel | None = None,
 ) -> tuple[Scorer, InputBuilder]:
     """Check the model of a role, freeze parameters, shard it, and return it with its input builder.
 
@@ -83,7 +83,7 @@ def build_scorer(
     checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
 
     Args:
-        read: What :func:`read_checkpoint` returned, if it was called before.
+        preloaded: What :func:`read_checkpoint` returned, if it was called before.
 
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
@@ -92,7 +92,7 @@ def build_scorer(
     # need the names of the conversions that rank 0 found in the checkpoint.
     packing = PackingSettings.from_args(args)
     reads = world_size == 1 or dist.get_rank() == 0
-    lora, model = lora_settings(args), read or read_checkpoint(args, empty=not reads)
+    model = preloaded or read_checkpoint(args, empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
     _require_caps(model, args.attn_implementation)
@@ -100,23 +100,24 @@ def build_scorer(
     # the rank that has the weights. A wrong kernel would train without an error.
     stateful = not packing.pads and prepare_packing(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
-    layout = packing, args.data_pad_size_multiplier, DTYPES[args.train_dtype], stateful
+    dtype = DTYPES[args.train_dtype]
+    builder_on = partial(_builder, model, packing, args.data_pad_size_multiplier, dtype, stateful)
     if reads:
-        _check(policy, _builder(model, check_device(device, stateful), *layout))
-    if device.type == "cuda" and args.train_dtype == "bfloat16":
+        _check(policy, builder_on(check_device(device, stateful)))
+    if device.type == "cuda" and dtype == torch.bfloat16:
         _use_kernels(model, stateful, bool(args.compile_layers))
     policy.kernels = next((use(model) for use in called_for("kernels", args)), None)
     # Adapters derive from the classes of experts, so these are divided before.
     replica = args.fsdp_shard_size or world_size
     divided = _divide(model, device, world_size, replica, args.fsdp_expert_parallel_size)
-    if lora is not None:
+    if (lora := lora_settings(args)) is not None:
         folder = args.load if role == "actor" else None
         add_adapter(model, decoder_layers(model), lora, args.seed, folder)
     # Parameters are selected by their names in the checkpoint before the casts, which treat trained
     # and frozen ones differently.
     scorer = _of_role(policy, role, registered_loss(args), args.seed)
     _select(scorer, model, args.only_train_params_name_list, args.freeze_params_name_list)
-    _set_precision(args, args, DTYPES[args.train_dtype], scorer, decoder_layers(model), device)
+    _set_precision(scorer, decoder_layers(model), device, dtype, lora=args, precision=args)
     # Recomputation goes inside of compiled layers, and both inside of FSDP's hooks.
     if args.gradient_checkpointing:
         _checkpoint_layers(model, args.megatron, args.offload_activations)
@@ -124,12 +125,10 @@ def build_scorer(
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
-    flags = args.fsdp_reshard_after_forward, args.fsdp_cpu_offload
-    narrow = bool(args.megatron.get("grad_reduce_in_bf16"))
-    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], *flags, narrow, divided)
+    shard(scorer, model, device, mesh, ShardSettings.from_args(args), divided)
     if world_size > 1:
         require_same_names(model)
-    return scorer, _builder(model, device, *layout)
+    return scorer, builder_on(device)
 
 
 def _require_caps(model: PreTrainedModel, attention: str | None) -> None:
@@ -160,12 +159,12 @@ def _divide(
 
 
 def _set_precision(
-    lora: LoraConfig,
-    precision: TrainingPrecisionConfig,
-    dtype: torch.dtype,
     scorer: Scorer,
     layers: list[nn.Module],
     device: torch.device,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    precision: TrainingPrecisionConfig,
 ) -> None:
     """Store the weights as the flags say: codes of a quantized base, a narrow base of an adapter,
     8-bit products.
@@ -223,11 +222,11 @@ def check_device(device: torch.device, stateful: bool) -> torch.device:
 
 def _builder(
     model: PreTrainedModel,
-    device: torch.device,
     packing: PackingSettings,
     multiple: int,
     dtype: torch.dtype,
     stateful: bool,
+    device: torch.device,
 ) -> InputBuilder:
     on_cuda = device.type == "cuda"
     return InputBuilder(
@@ -316,47 +315,77 @@ def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) ->
     )
 
 
+@dataclass(frozen=True)
+class ShardSettings:
+    """How FSDP stores and moves the parameters.
+
+    Attributes:
+        dtype: That of passes.
+        reshard_after_forward: Whether the parameters of a layer are gathered again for backward.
+        offload: Parameters stay in CPU memory: FSDP's shards, or on one rank all of them.
+        reduce_in_bf16: Gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of
+            float32.
+    """
+
+    dtype: torch.dtype
+    reshard_after_forward: bool
+    offload: bool
+    reduce_in_bf16: bool
+
+    @classmethod
+    def from_args(cls, args: Args) -> ShardSettings:
+        return cls(
+            DTYPES[args.train_dtype],
+            args.fsdp_reshard_after_forward,
+            args.fsdp_cpu_offload,
+            bool(args.megatron.get("grad_reduce_in_bf16")),
+        )
+
+    def policy(self) -> MixedPrecisionPolicy:
+        if self.dtype == torch.float32:
+            return MixedPrecisionPolicy()
+        narrow = self.reduce_in_bf16 and self.dtype == torch.bfloat16
+        reduce_dtype = self.dtype if narrow else torch.float32
+        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=reduce_dtype)
+
+
 def shard(
     scorer: Scorer,
     model: PreTrainedModel,
     device: torch.device,
     mesh: DeviceMesh | None,
-    dtype: torch.dtype,
-    reshard_after_forward: bool = True,
-    offload: bool = False,
-    reduce_in_bf16: bool = False,
+    settings: ShardSettings,
     divided: DeviceMesh | None = None,
 ) -> None:
     """Apply FSDP2 with one group per decoder layer and one for the rest.
 
     It is not applied to one rank (``mesh`` is None): there is nothing to shard, and the hooks and
     copies of FSDP cost 7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples, float32) and 6% of
-    one of Qwen3-4B's shape on an H200. In bfloat16, :mod:`slime.backends.fsdp.gradients`
-    keeps the float32 master weights instead.
-    With ``offload``, parameters stay in CPU memory: FSDP's shards, or on one rank all of them. With
-    ``reduce_in_bf16``, gradients of a pass in bfloat16 are summed over ranks in bfloat16 instead of
-    float32.
-    With ``divided``, experts are groups of their own on this mesh; see
-    :mod:`slime.backends.fsdp.experts`.
+    one of Qwen3-4B's shape on an H200. In bfloat16, :mod:`slime.backends.fsdp.gradients` keeps the
+    float32 master weights instead.
+
     Vision towers belong to the root group. Ranks whose samples have no image do not run them, and
     would otherwise miss their collectives.
+
+    Args:
+        divided: Experts are groups of their own on this mesh; see
+            :mod:`slime.backends.fsdp.experts`.
     """
-    home = torch.device("cpu") if offload else device
+    home = torch.device("cpu") if settings.offload else device
     if mesh is None:
         scorer.to(home)
         _move_buffers(scorer, device)
         return
     world_size = mesh.size()
-    policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        reduce_dtype = dtype if reduce_in_bf16 and dtype == torch.bfloat16 else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    policy = settings.policy()
     # The values of rank 0 are kept by name, because FSDP replaces the parameters.
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
-    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    apply = functools.partial(
-        fully_shard, reshard_after_forward=reshard_after_forward, offload_policy=where
+    where = OffloadPolicy()
+    if settings.offload:
+        where = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    apply = partial(
+        fully_shard, reshard_after_forward=settings.reshard_after_forward, offload_policy=where
     )
     for layer in layers:
         for experts in experts_of(layer) if divided is not None else ():
@@ -372,23 +401,29 @@ def shard(
     _move_buffers(scorer, device)  # the parameters are where they belong already
     if world_size > 1:
         distribute(scorer, whole, device)
-    # A micro-batch without images does not run the vision tower, so its parameters have no gradient
-    # on that rank. FSDP reduces the root group as a whole, and its parameters must be the same on
-    # all ranks.
-    inside = {id(p) for layer in layers for p in layer.parameters()}
     if is_multimodal(model.config) and world_size > 1:
-        embedding = {id(p) for p in model.get_input_embeddings().parameters()}
-        scorer.anchored = [
-            p
-            for p in scorer.parameters()
-            if p.requires_grad and id(p) not in inside and id(p) not in embedding
-        ]
+        scorer.anchored = _outside_of(layers, model, scorer)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             # Losses are shares of one global mean, so gradients are summed over ranks and not
             # averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+
+
+def _outside_of(
+    layers: list[nn.Module], model: PreTrainedModel, scorer: Scorer
+) -> list[nn.Parameter]:
+    """Return the trained parameters that are neither in decoder layers nor embeddings of tokens.
+
+    A micro-batch without images does not run the vision tower, so its parameters have no gradient
+    on that rank. FSDP reduces the root group as a whole, and its parameters must be the same on all
+    ranks.
+    """
+    used = {
+        id(p) for module in (*layers, model.get_input_embeddings()) for p in module.parameters()
+    }
+    return [p for p in scorer.parameters() if p.requires_grad and id(p) not in used]
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -469,6 +504,6 @@ class _Stash:
         return self._host.requires_grad_(self._needs_grad)
 
 
-@functools.cache
+@cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

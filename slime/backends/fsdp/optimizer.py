@@ -238,7 +238,7 @@ class ScheduledAdamW:
             {"params": rest, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        self.small = args.optimizer_8bit or args.bf16_master_weights
+        self.by_torchao = args.optimizer_8bit or args.bf16_master_weights
         self.args = args
         self.adam = self.make(groups)
 
@@ -250,7 +250,7 @@ class ScheduledAdamW:
         eps = args.adam_eps
         parameters = [p for group in groups for p in group["params"]]
         # torchao's AdamW has states of its own.
-        if self.small:
+        if self.by_torchao:
             adam = small_adam(groups, betas, eps)
             adam.state.update((p, first_state(p, args.optimizer_8bit)) for p in parameters)
             return adam
@@ -269,6 +269,10 @@ class ScheduledAdamW:
     def parameters(self) -> list[nn.Parameter]:
         return [p for _, p in self.named]
 
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients, without parameters that have none."""
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
@@ -280,7 +284,7 @@ class ScheduledAdamW:
     @torch.no_grad()
     def unscale(self, factor: float = 1.0) -> None:
         """Multiply the gradients by ``factor``, and divide them by the scale of the loss."""
-        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        gradients = self.gradients()
         factor /= 1.0 if self.loss_scale is None else self.loss_scale.value
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -291,8 +295,7 @@ class ScheduledAdamW:
 
         If the clipping of replicas differed in the last bit, the replicas would diverge.
         """
-        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-        gradients = [g for g in gradients if g.numel()]
+        gradients = [gradient for gradient in self.gradients() if gradient.numel()]
         squares = 0.0
         if gradients:
             norm = partial(torch._foreach_norm, ord=2, dtype=torch.float32)
@@ -321,11 +324,10 @@ class ScheduledAdamW:
         used = self.flags if settings is None else settings
         self._use(used)
         if used.clip_grad > 0 and norm > used.clip_grad:
-            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, used.clip_grad / (norm + 1e-6))
+            torch._foreach_mul_(self.gradients(), used.clip_grad / (norm + 1e-6))
         lr = self.lr if settings is None else settings.lr
         set_lr(self.adam, lr)
-        if self.small:
+        if self.by_torchao:
             take_step(self.adam)
         else:
             self.adam.step()

@@ -8,7 +8,6 @@ buckets before it, if there are any, are weights of the base. In most updates th
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,7 @@ from slime.engines.payload import (
 )
 from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, Transport
-from slime.weights.transports.disk import publishing
+from slime.weights.transports.disk import NewestVersion, publishing
 from slime.weights.transports.shared_memory import pin
 from slime.weights.update import WeightUpdate
 
@@ -113,7 +112,6 @@ class AdapterTransport:
         keep_files: bool = False,
         written: Written | None = None,
     ) -> None:
-        self.keep_files = keep_files
         self.written = written
         self.base = base
         self.adapter = name
@@ -126,7 +124,7 @@ class AdapterTransport:
         self.bracketed = base.bracketed
         self.bucket_bytes = base.bucket_bytes
         self._memory = AdapterMemory()
-        self._published: Path | None = None
+        self._newest = NewestVersion(keep_files)
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         return await self.base.connect(engines)
@@ -210,18 +208,13 @@ class AdapterTransport:
         async with publishing(folder, f"adapter_v{version}") as aside:
             await asyncio.to_thread(write_factors, aside, dict(self.config), dict(bucket.tensors))
         path = folder / f"adapter_v{version}"
-        before = self._published
-        if before not in (None, path) and not self.keep_files:
-            await asyncio.to_thread(shutil.rmtree, before, True)
-        self._published = path
+        await self._newest.becomes(path)
         return path
 
     async def close(self) -> None:
         """Close the transport of the base, release shared memory, and remove the files of the last
         version, unless files are kept."""
-        if self._published is not None and not self.keep_files:
-            await asyncio.to_thread(shutil.rmtree, self._published, True)
-        self._published = None
+        await self._newest.becomes(None)
         self._memory = AdapterMemory()
         await self.base.close()
 

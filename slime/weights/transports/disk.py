@@ -13,9 +13,11 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from slime.data.plain_values import sync_path
 from slime.engines.handle import EngineHandle, Failures, on_each
 from slime.engines.payload import Bucket
 from slime.models.fp8 import name_quantization
@@ -31,6 +33,22 @@ LEAVE_SECONDS = 30.0
 ended.
 """
 _claimed: dict[Path, TextIO] = {}  # the open locks of this process, by folder
+
+
+@dataclass
+class NewestVersion:
+    """The folder of the version that was written last; those before it are removed unless files are
+    kept.
+    """
+
+    keep_files: bool
+    path: Path | None = None
+
+    async def becomes(self, path: Path | None) -> None:
+        # The path is the same as before if a version is sent again.
+        if self.path not in (None, path) and not self.keep_files:
+            await asyncio.to_thread(shutil.rmtree, self.path, True)
+        self.path = path
 
 
 class DiskTransport:
@@ -69,11 +87,10 @@ class DiskTransport:
         self.folder = folder
         self.model = model
         self.deadline = deadline
-        self.keep_files = keep_files
         self.written = written
         self.layout = layout
         self.dtype = dtype
-        self._published: Path | None = None
+        self._newest = NewestVersion(keep_files)
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         return {}
@@ -97,17 +114,12 @@ class DiskTransport:
             what,
             self.deadline,
         )
-        # The path is the same as before if a version is sent again.
-        if self._published not in (None, path) and not self.keep_files:
-            await asyncio.to_thread(shutil.rmtree, self._published, True)
-        self._published = path
+        await self._newest.becomes(path)
         return result
 
     async def close(self) -> None:
         """Remove the last version, unless files are kept."""
-        if self._published is not None and not self.keep_files:
-            await asyncio.to_thread(shutil.rmtree, self._published, True)
-        self._published = None
+        await self._newest.becomes(None)
 
     async def _write(self, update: WeightUpdate, result: SendResult) -> tuple[Path, Set[str]]:
         name = f"weight_v{update.version}"
@@ -251,16 +263,8 @@ def _publish(aside: Path, final: Path) -> None:
     # The files and their folder are synced to disk before the folder is renamed. So after a crash
     # of the machine, a reader finds either the complete version or none.
     for path in [*aside.iterdir(), aside]:
-        _fsync(path)
+        sync_path(path)
     if final.exists():  # the same version is sent again after a sync that failed
         shutil.rmtree(final)
     os.replace(aside, final)
-    _fsync(final.parent)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_path(final.parent)

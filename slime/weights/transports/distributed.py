@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -33,6 +32,7 @@ from slime.engines.payload import Bucket, NamedTensor, by_element_size, flatten,
 from slime.engines.process import address_towards
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.transports.peers import serve_store
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 if TYPE_CHECKING:
@@ -51,18 +51,11 @@ class Rendezvous:
     """
 
     def __init__(self, address: str, world_size: int, deadline: float) -> None:
-        from torch.distributed import TCPStore
-
-        listener = socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        )
         self.address = address
-        self.port = listener.getsockname()[1]
         self.world_size = world_size
-        self.store: Store | None = TCPStore(
-            address, self.port, world_size, True, timedelta(seconds=deadline),
-            wait_for_workers=False, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        store = serve_store(address, 0, world_size, timedelta(seconds=deadline))
+        self.store: Store | None = store
+        self.port = store.port
 
     def release(self) -> None:
         """Stop listening, so that members that are still joining get an error."""

@@ -146,9 +146,12 @@ class IpcTransport:
                 others = await asyncio.to_thread(
                     peers.collect, [engine.url for engine in engines], bucket
                 )
-            what = f"load bucket {bucket.index} of weights {update.version}"
-            push = lambda e: e.push(bucket, update.version, others.get(e.url, ()))  # noqa: E731
-            _, failed = await on_each(engines, push, what, self.deadline)
+            _, failed = await on_each(
+                engines,
+                lambda engine: engine.push(bucket, update.version, others.get(engine.url, ())),
+                f"load bucket {bucket.index} of weights {update.version}",
+                self.deadline,
+            )
             if peers is not None:
                 left = [engine.url for engine in engines if engine.url not in failed]
                 await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from slime.engines.payload import Bucket
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
     from slime.weights.transports.ipc import Staged
 
@@ -36,6 +37,27 @@ Entry = Callable[[Bucket], str]
 
 class PeerError(RuntimeError):
     """Another training rank could not stage a bucket, or its bucket differs from the sender's."""
+
+
+def serve_store(address: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Start a key-value store, which has no authentication and so listens on ``address`` only.
+
+    Args:
+        port: 0 for any free one.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect_store(address: str, port: int, seconds: float) -> Store:
