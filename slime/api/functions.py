@@ -86,13 +86,12 @@ def _wanted(
     if len(needed) == 1 and unknown:
         return {needed[0]: alone, **optional}
     if unknown or not needed:
-        plural = "s" * (len(unknown) > 1), "are" if len(unknown) > 1 else "is"
         listed = ", ".join(map(repr, unknown))
-        what = (
-            f"the parameter{plural[0]} {listed} {plural[1]} unknown"
-            if unknown
-            else "it has no parameter"
-        )
+        what = f"the parameters {listed} are unknown"
+        if not unknown:
+            what = "it has no parameter"
+        elif len(unknown) == 1:
+            what = f"the parameter {listed} is unknown"
         raise UnknownParameters(
             f"{what}; slime passes what a parameter is named after: args (first), "
             f"{', '.join(names)}"

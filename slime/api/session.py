@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slime.algorithms.token_losses import TOKEN_LOSSES
@@ -154,7 +153,9 @@ class Session:
         return Future(
             self,
             refs,
-            lambda all: ForwardBackward((all[0][0], order([log_probs for _, log_probs in all]))),
+            lambda of_ranks: ForwardBackward(
+                (of_ranks[0][0], order([log_probs for _, log_probs in of_ranks]))
+            ),
         )
 
     def _custom(self, data: Sequence[Datum], loss: LossFunction) -> Future[ForwardBackward]:
@@ -203,7 +204,9 @@ class Session:
         self._accumulated = False
         self.steps += 1
         self._unsent = True
-        return Future(self, self._actor.start(TrainActor.optim_step, settings), lambda all: all[0])
+        return Future(
+            self, self._actor.start(TrainActor.optim_step, settings), lambda of_ranks: of_ranks[0]
+        )
 
     def forward(self, data: Sequence[Datum], temperature: float = 1.0) -> Future[list[Tensor]]:
         """Return, for each datum, the log-probs of its scored tokens, float32.
@@ -341,7 +344,7 @@ class Session:
         from slime.cluster.train_actor import TrainActor
 
         refs = self._actor.start(TrainActor.on_backend, call, *arguments)
-        return Future(self, refs, lambda all: all[0])
+        return Future(self, refs, lambda of_ranks: of_ranks[0])
 
     @property
     def engines(self) -> list[str]:
@@ -367,12 +370,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- inside ------------------------------------------------------------------------------

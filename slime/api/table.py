@@ -85,7 +85,9 @@ class Table(list[dict[str, float | None]]):
 
     def _repr_html_(self) -> str:
         names, rows = self._cells()
-        return f"<table><thead>{_line('th', map(_short, names))}</thead><tbody>{''.join(_line('td', row) for row in rows)}</tbody></table>"  # noqa: E501
+        head = _line("th", map(_short, names))
+        body = "".join(_line("td", row) for row in rows)
+        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def _line(tag: str, cells: Sequence[str] | map[str]) -> str:

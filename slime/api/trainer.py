@@ -7,7 +7,6 @@ import contextlib
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from slime.api.arguments import Data, InputFolder, Prompt, check_prompts, is_single, parse
@@ -360,12 +359,7 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(save=kind is None)
 
     def _end(self, error: BaseException | None) -> None:

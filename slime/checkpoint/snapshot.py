@@ -4,7 +4,7 @@ A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) wi
 ``manifest.json``, which is written last. While the ranks write it, it is a hidden folder
 ``<save>/.iter_0000012.tmp-…``. Then one process syncs every file to the disk, writes the manifest
 and renames the folder. A folder named ``iter_*`` is therefore always complete, whichever process
-dies at whatever time. Only one run may write to a folder ``<save>``.
+dies at whatever time. Only one run may write to a folder ``<save>``::
 
     temp = begin(save, rollout_id)
     ... all ranks write below temp ...

@@ -1,4 +1,4 @@
-"""The driver and its Ray actors: placement, training ranks, rollout manager, engines, deadlines,
+"""The driver and its actors: placement, training ranks, rollout manager, engines, deadlines,
 fault handling.
 """
 

@@ -24,9 +24,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 OWN_THREADS = ("status", "try_folder")
 """Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do
-not share a thread:
-if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look
-frozen."""
+not share a thread: if the file system hangs in ``try_folder``, ``status`` must still answer, or the
+rank would look frozen."""
 
 
 class Ref(Protocol[T_co]):

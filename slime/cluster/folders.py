@@ -1,4 +1,5 @@
-"""Lets only one run at a time write to a folder.
+"""The folders of a run: the locks that let only one run at a time write to them, and the snapshots
+in them.
 
 Two runs of one name would mix their metrics, and each would delete the snapshot that the other is
 writing as the remains of an interrupted save. A driver locks the folders of its run. A lock ends

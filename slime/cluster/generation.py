@@ -1,5 +1,5 @@
-"""The calls of a rollout manager that generate, so that they can be ended before the run goes back
-to a snapshot.
+"""What generation needs of the rollout manager's process: calls that can be ended before the run
+goes back to a snapshot, and garbage collection that stays cheap with many samples.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ class HealthMonitor:
         self.missed: dict[str, int] = {}  # by URL: how many checks in a row were missed
         self.processes = ProcessWatch(fleet)
         self._lock = threading.Lock()
-        self._paused_for: set[str] = (
-            set()
-        )  # the reasons of pauses that have not ended; they may overlap
+        # the reasons of pauses that have not ended; they may overlap
+        self._paused_for: set[str] = set()
         # The number of pauses so far. A check that was started before a pause and ended after it
         # proves nothing, so it is dropped if this number has changed.
         self._pauses = 0

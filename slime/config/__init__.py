@@ -1,1 +1,1 @@
-"""Flags, their help and their checks. Imports nothing of slime and nothing heavy."""
+"""Flags, their help and their checks. Imports nothing heavy, so that ``--help`` is fast."""

@@ -73,6 +73,11 @@ class ClusterConfig(Section):
     rollout_health_check_first_wait: float = flag(0.0, low=0)
     """Seconds to wait before the first health check after each pause of the checks"""
 
+    @property
+    def num_servers(self) -> int:
+        """The number of engines that fit on the GPUs for inference."""
+        return (self.rollout_num_gpus or 0) // max(self.rollout_num_gpus_per_engine, 1)
+
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     # Nothing has to make room.
@@ -149,9 +154,7 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     when the run connects to it."""
     if machine.in_cluster:
         return []
-    engines = len(args.rollout_external_engine_addrs or []) or (
-        (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
-    )
+    engines = len(args.rollout_external_engine_addrs or []) or args.num_servers
     # More requests than sockets would fail one by one in the middle of a rollout.
     asked = (args.sglang_server_concurrency or 0) * engines
     most = connection_limit(args.sglang_router_ip)

@@ -78,7 +78,7 @@ class DataConfig(Section):
 
 
 def derive_named_data(
-    data: DataConfig, reward: RewardConfig, generates: bool, notices: list[str]
+    generates: bool, notices: list[str], data: DataConfig, reward: RewardConfig
 ) -> list[str]:
     """Replace a name in ``--prompt-data`` by a file, and select its usual reward if no flag provides
     one.

@@ -140,7 +140,7 @@ def total_gpus(models: list[ServedModel]) -> int:
 def check_server_groups(args: Args) -> list[str]:
     """Check that ``--sglang-config`` or ``--prefill-num-servers`` fits the number of GPUs."""
     if not args.sglang_config:
-        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+        servers = args.num_servers
         if args.prefill_num_servers is None or 0 < args.prefill_num_servers < servers:
             return []
         return [

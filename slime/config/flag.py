@@ -478,7 +478,7 @@ def _to_int(value: object) -> int:
 
 def _to_loose(value: object) -> object:
     # 8192 is a number, and 8k or [0]*3+[1]*58 stay texts for the owner of the option.
-    for number in (int, float):
+    for number in int, float:
         try:
             return number(value) if isinstance(value, str) else value
         except ValueError:

@@ -45,12 +45,10 @@ SHAPE: dict[str, tuple[str, ...]] = {
     "v_head_dim": ("v_head_dim",),
 }
 """Megatron's name of a dimension -> the keys of config.json that can hold it."""
-_ABSENT_IN_MANY = frozenset(
-    (
-        *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "add_qkv_bias", "rotary_base"),
-        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    )
-)
+_ABSENT_IN_MANY = (
+    "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "add_qkv_bias", "rotary_base", "q_lora_rank",
+    "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+)  # fmt: skip
 """Dimensions that models without experts, latent attention or rotary embeddings do not have."""
 
 
@@ -82,7 +80,6 @@ def read_config(checkpoint: str, name: str = "config.json") -> dict[str, Any] | 
         return None
     if not isinstance(config, dict):
         return None
-    # The flags describe the text model, whose keys may stand in an object of their own.
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -201,7 +198,7 @@ def rotary_limit(config: Mapping[str, object]) -> int | None:
         return None
     limits = []
     # Models with several kinds of layers have parameters for each kind.
-    for rope in (parameters, *parameters.values()):  # or by the type of layer
+    for rope in (parameters, *parameters.values()):
         kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
         if kind == "longrope":
             limits.append(
@@ -231,7 +228,7 @@ def end_token_ids(checkpoint: str, *others: int | None) -> frozenset[int]:
     """Return the tokens at which engines end a response: those of generation_config.json and
     config.json of a local or cached checkpoint, and ``others`` (that of the tokenizer)."""
     ends: set[Any] = {*others}
-    for name in ("generation_config.json", "config.json"):
+    for name in "generation_config.json", "config.json":
         value = model_config(checkpoint, name).get("eos_token_id")
         ends |= set(value if isinstance(value, list) else [value])
     return frozenset(int(token) for token in ends if token is not None)

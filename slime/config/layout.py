@@ -198,7 +198,7 @@ def _size_micro_batches(
 
     Here the token budget follows from flags alone. The default needs no more memory than the
     longest sample, which has to fit in any case. On GPUs the driver replaces the default by a
-    measured one (``cluster/token_budget.py``). On a CPU it stays, because engines, object store and
+    measured one (``backends/token_budget.py``). On a CPU it stays, because engines, object store and
     trainer share the memory, and larger packs are not faster there.
     """
     batch.fill(use_dynamic_batch_size="micro_batch_size" not in explicit and not padded)
@@ -207,7 +207,7 @@ def _size_micro_batches(
         batch.fill(max_tokens_per_gpu=max(MIN_TOKEN_BUDGET, longest))
 
 
-def check_split(batch: BatchConfig, rollout: RolloutConfig, layout: ParallelLayout) -> list[str]:
+def check_split(layout: ParallelLayout, batch: BatchConfig, rollout: RolloutConfig) -> list[str]:
     """Check that the samples of a step can be distributed over the data-parallel ranks: evenly in
     micro-batches of a fixed size, and otherwise at least one for each rank."""
     if batch.num_steps_per_rollout is None or not batch.global_batch_size:

@@ -88,7 +88,7 @@ def adapter_file(path: str | None) -> dict[str, Any] | None:
 
 
 def derive_lora(
-    lora: LoraConfig, sync: WeightSyncConfig, load_path: str | None, embedded: bool
+    load_path: str | None, embedded: bool, lora: LoraConfig, sync: WeightSyncConfig
 ) -> None:
     """Fill in the shape of the adapter and how it is sent; ``embedded`` engines can load it."""
     found = adapter_file(load_path) or {}

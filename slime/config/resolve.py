@@ -51,7 +51,7 @@ def resolve_defaults(
     start.derive_backends(args, machine, args.inline)
     trainer.derive_model(args, machine)
     embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
-    lora.derive_lora(args, args, args.load, embedded)
+    lora.derive_lora(args.load, embedded, lora=args, sync=args)
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
     # environment or an agent program selects functions of its own.
     observability.derive_debug_modes(args)
@@ -65,7 +65,7 @@ def resolve_defaults(
     # A data set by name becomes a file here, because the next derivation reads the first row of the
     # file.
     generates = bool(args.custom_generate_function_path)
-    problems += data.derive_named_data(args, args, generates, args.notices)
+    problems += data.derive_named_data(generates, args.notices, data=args, reward=args)
     data.derive_data(args)
     # The estimator decides on a critic, and the placement has to know whether there is one.
     problems += layout.derive_batch(args)
@@ -141,7 +141,7 @@ def _checks(run: Run) -> Iterator[list[str]]:
     # What is trained, and how it is divided over ranks.
     divided = ParallelLayout.from_args(args)
     if trains:
-        yield layout.check_split(args, args, divided)
+        yield layout.check_split(divided, batch=args, rollout=args)
     yield algorithm.check_estimator(args)
     if args.multimodal_keys:
         yield trainer.check_media(args.hf_checkpoint)

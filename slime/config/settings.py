@@ -272,7 +272,7 @@ def _check_critic(critic: Args) -> list[str]:
         check_shard_size(
             critic.fsdp_shard_size, critic.world_size, critic.fsdp_expert_parallel_size
         ),
-        check_split(critic, critic, layout),
+        check_split(layout, batch=critic, rollout=critic),
     )
     return [f"the critic: {problem}" for problems in checks for problem in problems]
 

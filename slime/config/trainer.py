@@ -90,7 +90,7 @@ class ModelConfig(Section):
 
 def derive_model(args: Args, machine: Machine) -> None:
     # Launch scripts often name the model only once.
-    for name in ("ref_load", "load"):
+    for name in "ref_load", "load":
         folder = getattr(args, name)
         if args.hf_checkpoint is None and is_hf_folder(folder):
             args.hf_checkpoint = folder

@@ -45,9 +45,10 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     Returns:
         A dict of lists with one entry per sample, in the given order; an entry with one number per
         token is an array.
+
         Always: ``tokens, response_lengths, rewards, raw_reward, truncated, sample_indices,
-        group_indices, rollout_ids, loss_masks, rollout_mask_sums``. Only if samples have them: ``rollout_log_probs,
-        teacher_log_probs, rollout_routed_experts, rollout_top_p_token_ids,
+        group_indices, rollout_ids, loss_masks, rollout_mask_sums``. Only if samples have them:
+        ``rollout_log_probs, teacher_log_probs, rollout_routed_experts, rollout_top_p_token_ids,
         rollout_top_p_token_offsets, round_number, source_names, metadata, multimodal_train_inputs,
         weight_versions``. An optional entry exists for all samples or for none.
 

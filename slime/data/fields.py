@@ -4,8 +4,7 @@ transferred.
 Everything that depends on the list of entries is derived from :data:`FIELDS`: how they are
 transferred (:func:`pack_part`), what a converter may return (:mod:`slime.data.convert`), the fields
 of ``TokenBatch`` that the loss reads, the ``rollout/`` metrics of the trainer, and the page
-``docs/en/reference/batch.md``
-(``python tools/batch_page.py``).
+``docs/en/reference/batch.md`` (``python tools/batch_page.py``).
 
 They are transferred as few large contiguous arrays instead of many small lists: an entry with one
 sequence per sample is a :class:`Ragged`, one array with all values, and offsets. Ray's object store

@@ -280,8 +280,7 @@ class MultiTurnLossMaskGenerator:
         marker of the message that would follow, if generation stops at it, otherwise the
         tokenizer's end of text."""
         # Ask the template what follows such a message: its first marker is where the model has to
-        # stop.
-        # GLM-4 names its tool there
+        # stop. GLM-4 names a tool in the metadata of the call.
         calls = message.get("tool_calls") or isinstance(message.get("metadata"), str)
         for role in ("tool", "observation") if calls else ("user",):
             turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]

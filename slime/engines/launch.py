@@ -97,11 +97,11 @@ class EngineSettings:
             max_total_tokens=args.embedded_max_total_tokens,
             deterministic=bool(args.deterministic),
             threads=args.threads_per_process,
-            trust_remote_code=bool(args.trust_remote_code),
+            trust_remote_code=args.trust_remote_code,
             seed=int(args.rollout_seed),
             offload=bool(args.offload_rollout),
             colocated=args.colocate,
-            return_routed_experts=bool(args.use_rollout_routing_replay),
+            return_routed_experts=args.use_rollout_routing_replay,
             weight_loader=load(transport_part(args).target).weight_loader,
             fp8=fp8_format(
                 args, args.rollout_backend, args.hf_checkpoint, args.rollout_num_gpus_per_engine
@@ -109,7 +109,7 @@ class EngineSettings:
             sglang=given_options(vars(args), "sglang"),
             options=given_options(vars(args), args.rollout_backend),
             keys=keys,
-            whole_vocabulary=samples_whole_vocabulary(args, args),
+            whole_vocabulary=samples_whole_vocabulary(rollout=args, evaluation=args),
             adapter_rank=args.lora_rank if named is not None else 0,
             adapter_targets=tuple(sglang_targets(args.lora_target_modules))
             if named is not None

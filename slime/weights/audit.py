@@ -4,12 +4,11 @@ the run.
 (a) :func:`check_probe`: Every engine and the trainer compute log-probs of the same fixed sequence.
 (b) :func:`check_engines_agree`: Engines with the same layout must have equal checksums.
 (c) :func:`overwrite` and :func:`check_restored`, before and after a sync of the same weights: Every
-tensor must be
-    written.
+    tensor must be written.
 (d) :func:`check_digests`: The digests of the sent tensors must equal those of the engine, by name.
-This is for engines
-    that report their checksums by the names of the checkpoint. SGLang reports those of its own fused and divided
-    tensors, so between two checks (c) only (a) and (b) compare its weights.
+    This is for engines that report their checksums by the names of the checkpoint. SGLang reports
+    those of its own fused and divided tensors, so between two checks (c) only (a) and (b) compare
+    its weights.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ async def test_a_rubric_weighs_functions_and_a_judge(smollm2, judge, tmp_path):
     args = args.with_values(rm_url=f"{judge}/generate", hf_checkpoint=str(smollm2))
     assert args.reward_weights == {"right": 2, "words": 1.0, "polite": 1.0}
     question = "Text: {response}\nIs it polite? Reply Yes or No.\nReply:"
-    polite = (await judge_group(args, args, [Sample(response="Sir, it is 4")], question))[0]
+    polite = (await judge_group([Sample(response="Sir, it is 4")], question, args, args))[0]
     good = Sample(response="Sir, it is 4", label="4")
     assert await async_rm(args, good) == pytest.approx((2 * 1 + 0.5 + polite) / 4, abs=1e-5)
     assert good.metadata["reward_parts"] == pytest.approx(

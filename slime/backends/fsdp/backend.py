@@ -74,7 +74,6 @@ class FsdpBackend(SharedBackend):
         # the number of ranks that share one replica of the model, see shard_mesh
         self.shard_size = args.fsdp_shard_size or world_size
         self._join_groups(ParallelLayout.from_args(args).cp)
-        # The model.
         self.scorer, builder = build_scorer(args, role, device, world_size, preloaded)
         by_heads = args.context_parallel_kind == "ulysses"
         self.builder = replace(builder, context_group=self.context_group, by_heads=by_heads)

@@ -154,7 +154,7 @@ class StepContext:
         """Return the mask of a group, ``[rows, 1, 1, length]``: 0 where the row may attend, -inf
         elsewhere.
         """
-        key = (group, bounds)
+        key = group, bounds
         if key not in self.masks:
             assert self.lengths is not None
             queries = self.lengths[group.start : group.end, None] - 1
@@ -170,7 +170,7 @@ class StepContext:
         The mask is causal and aligned to the bottom right, because the queries are the last tokens
         of the slot.
         """
-        key = (segment, bounds)
+        key = segment, bounds
         if key not in self.masks:
             count = segment.end - segment.start
             queries = torch.arange(segment.length - count, segment.length, device=device)[:, None]

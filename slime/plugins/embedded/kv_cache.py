@@ -283,7 +283,7 @@ class KVCache:
                 kinds[kind][:slots] = old[:slots]
 
     def _zeros(self, heads: int, dim: int) -> torch.Tensor:
-        shape = (self.num_slots + 1, self.capacity, heads, dim)
+        shape = self.num_slots + 1, self.capacity, heads, dim
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def write(

@@ -10,10 +10,11 @@ block. A forward of one row always agrees with itself, so there is always a resu
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ from slime.plugins.embedded.weights import Weights
 from slime.registry import find
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 logger = logging.getLogger(__name__)
@@ -125,10 +126,9 @@ def _no_tails(runner: Runner, count: int) -> bool:
     threads = torch.get_num_threads()
     # No function is applied to the activations between the factors of an adapter.
     weights = [
-        p for name, p in runner.model.named_parameters() if p.dim() == 2 and ".lora_" not in name
-    ]
-    weights += [
-        p for name, p in runner.model.named_parameters() if p.dim() == 3 and ".experts." in name
+        p
+        for name, p in runner.model.named_parameters()
+        if (p.dim() == 2 and ".lora_" not in name) or (p.dim() == 3 and ".experts." in name)
     ]
     for width in {size for p in weights for size in p.shape[-2:]}:
         elements = count * width
@@ -154,7 +154,7 @@ def agreeing_counts(
         if not torch.equal(_probs(runner, trial, turned), reference[turned]):
             return ()
         for count in counts[:-1]:
-            blocks = (turned[:count], turned[-count:])
+            blocks = turned[:count], turned[-count:]
             if not all(
                 torch.equal(_probs(runner, trial, rows), reference[rows]) for rows in blocks
             ):
@@ -286,42 +286,20 @@ def load_engine(options: EngineOptions) -> Loaded:
     tokenizer = AutoTokenizer.from_pretrained(
         options.model_path, trust_remote_code=options.trust_remote_code
     )
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
-    # Exchange the attention, and compare the logits with those before.
-    # before _set_attention(), with the attention of transformers
-    reference = plain_logits(model, vocab_size)
-    _set_attention(model)
-    if options.kernels:
-        runner.kernels = find("kernels", options.kernels)(model)
-        runner.packed = None
-    stateful = use_slots(model)
-    try:
-        _check_against(reference, runner, dtype)
-    except RuntimeError as error:
-        if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
-            raise
-        # Another RuntimeError may come from a model that needs contiguous activations, which fused
-        # layers do not give.
-        logger.info("fused linear layers are not used for this model (%s)", error)
-        runner.packed.drop()
-        runner.packed = PackedLinears(model, fuse=False)
-        _check_against(reference, runner, dtype)
+    stateful = _use_own_attention(runner, dtype, vocab_size, options.kernels)
     if options.deterministic:
         make_reproducible(runner, vocab_size, options.random_seed)
-        alone = ", rows attend one by one" if runner.attend_alone else ""
         logger.info(
             "deterministic mode: forward passes of %s rows%s",
             ", ".join(map(str, runner.row_counts)),
-            alone,
+            ", rows attend one by one" if runner.attend_alone else "",
         )
     if device.type == "cuda" and not (options.deterministic or stateful):
-        runner.graphs = DecodeGraphs(
-            runner, functools.partial(cuda_recorder, torch.cuda.Stream(device))
-        )
-    # Build the parts around the model.
+        runner.graphs = DecodeGraphs(runner, partial(cuda_recorder, torch.cuda.Stream(device)))
     detokenizer = Detokenizer(tokenizer)
+    text_config = config.get_text_config()
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     context_len = min(context_len, rotary_limit(text_config.to_dict()) or context_len)
     # On a GPU a step of many rows takes as long as one of few. Each slot of a recurrent layer holds
@@ -343,10 +321,45 @@ def load_engine(options: EngineOptions) -> Loaded:
     # some models needs torchvision, which a run on texts does without.
     images = None
     if is_multimodal(config):
-        images = functools.cache(
+        images = cache(
             lambda: ImageReader(options.model_path, device, dtype, options.trust_remote_code)
         )
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
+
+
+def _use_own_attention(
+    runner: Runner, dtype: torch.dtype, vocab_size: int, kernels: str | None
+) -> bool:
+    """Exchange the attention of transformers for that of this engine, and compare the logits.
+
+    Args:
+        kernels: What replaces further parts of the model; None for nothing.
+
+    Returns:
+        Whether the model has layers with a state.
+
+    Raises:
+        UnsupportedModel, NotImplementedError: As :func:`load_engine`.
+    """
+    model = runner.model
+    reference = plain_logits(model, vocab_size)
+    _set_attention(model)
+    if kernels:
+        runner.kernels = find("kernels", kernels)(model)
+        runner.packed = None
+    stateful = use_slots(model)
+    try:
+        _check_against(reference, runner, dtype)
+    except RuntimeError as error:
+        if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
+            raise
+        # Another RuntimeError may come from a model that needs contiguous activations, which fused
+        # layers do not give.
+        logger.info("fused linear layers are not used for this model (%s)", error)
+        runner.packed.drop()
+        runner.packed = PackedLinears(model, fuse=False)
+        _check_against(reference, runner, dtype)
+    return stateful
 
 
 def _set_attention(model: PreTrainedModel) -> None:
@@ -397,11 +410,8 @@ def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) 
     request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
     request.return_logprob = True
     request.logprob_start_len = 0
-    got = [_probe_step(runner, request, 0, _PROBE_LENGTH - 2)]
-    got += [
-        _probe_step(runner, request, start, start + 1)
-        for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)
-    ]
+    places = 0, _PROBE_LENGTH - 2, _PROBE_LENGTH - 1, _PROBE_LENGTH
+    got = [_probe_step(runner, request, start, end) for start, end in pairwise(places)]
     runner.cache.clear()
     difference = float((torch.cat(got) - reference).abs().max())
     spread = float(reference.std())

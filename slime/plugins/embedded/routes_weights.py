@@ -91,7 +91,7 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
 
 def _weight_loaders() -> list[str | None]:
     """The loaders of the registered transports; a request may name no other function."""
-    kinds = ("weight mode", "transport")
+    kinds = "weight mode", "transport"
     return [find(kind, name).weight_loader for kind in kinds for name in parts(kind)]
 
 

@@ -321,7 +321,7 @@ class Scheduler:
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}
         for sequence in extending:
-            key = (sequence.adapter_key, *sequence.tokens)
+            key = sequence.adapter_key, *sequence.tokens
             plain = (
                 self.share_prefixes
                 and not sequence.wants_input_logprobs

@@ -334,7 +334,7 @@ def _unit(text: str) -> str:
 
 
 def _units_differ(wanted: _Quantity, found: _Quantity) -> bool:
-    units = (wanted.unit, found.unit)
+    units = wanted.unit, found.unit
     if not all(units):
         return any(_OTHER_VALUE.search(unit) for unit in units)
     if wanted.factor and found.factor and not (wanted.unit.isalpha() and found.unit.isalpha()):

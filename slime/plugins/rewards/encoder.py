@@ -58,7 +58,7 @@ class EmbeddingSimilarity:
             )
         self.model = model.eval().to(self.device)
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        limits = (positions, self.tokenizer.model_max_length, _LONGEST)
+        limits = positions, self.tokenizer.model_max_length, _LONGEST
         self.longest = min(int(limit) for limit in limits if limit)
 
     def compute_reward(

@@ -46,7 +46,7 @@ async def score(args: Args, sample: Sample) -> float | None:
 
     async def value(one: Sample, item: Item) -> float | None:
         if item.judge is not None:
-            return (await judge_group(args, args, [one], item.judge))[0]
+            return (await judge_group([one], item.judge, args, model=args))[0]
         one.reward = await async_rm(args, one)
         return known_reward(one, args.reward_key)
 

@@ -212,11 +212,12 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
         HttpError: The server refused the request, or failed in all attempts.
     """
     # a key of --custom-config-path
-    return await judge_group(args, args, samples, vars(args).get("judge_template") or JUDGE)
+    template = vars(args).get("judge_template") or JUDGE
+    return await judge_group(samples, template, args, model=args)
 
 
 async def judge_group(
-    reward: RewardConfig, model: ModelConfig, samples: Sequence[Sample], template: str
+    samples: Sequence[Sample], template: str, reward: RewardConfig, model: ModelConfig
 ) -> list[float]:
     """Do what :func:`score_group` does, with this question to the judge."""
     url = reward.rm_url or ""

@@ -38,7 +38,8 @@ class Reward:
             ``--dry-run``. None if the label is not an answer.
         boxed: With the prefix ``boxed_``, the text to score, from the boxed part and the whole
             response.
-        check: Returns what keeps the reward from working with these arguments on this machine.
+        check: Gets the arguments, as the section of them that it reads, and returns what keeps the
+            reward from working with them on this machine.
     """
 
     score: Callable[..., Any]
@@ -48,7 +49,7 @@ class Reward:
     needs_reasoning: bool = False
     own_answer: Callable[[object, Sample], str | None] | None = label_as_text
     boxed: Callable[[str, str], str] = lambda boxed, response: boxed
-    check: Callable[..., list[str]] | None = None
+    check: Callable[[Any], list[str]] | None = None
 
 
 def reward_of(name: str) -> Reward | None:

@@ -150,7 +150,7 @@ def test_a_changed_folder_is_read_again_and_an_unchanged_one_is_not(
 def problems_of(name: str) -> str:
     args = make_args()
     args.prompt_data = name
-    return " ".join(derive_named_data(args, args, False, args.notices))
+    return " ".join(derive_named_data(False, args.notices, data=args, reward=args))
 
 
 def test_without_the_package_the_error_says_what_to_install(
