@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -368,6 +368,13 @@ def _registered_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce)
     return LossSum(*settings.registered.compute(tokens, mean, reduce))
 
 
+class _Entries(dict[str, Any]):
+    """The batch of a custom loss."""
+
+    def __missing__(self, name: str) -> None:
+        raise KeyError(f"the batch has no {name!r}; it has {', '.join(sorted(self))}")
+
+
 def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     """Call the function of ``--custom-loss-function-path`` as ``fn(args, batch, logits,
     sum_of_sample_mean)``.
@@ -385,17 +392,18 @@ def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
     """
     assert settings.custom_loss is not None, "from_args has checked it"
     logits = require(tokens.logits, "logits", "--loss-type custom_loss")
-    batch = dict(tokens.sample_entries)
-    batch |= {"response_lengths": tokens.response_lengths, "total_lengths": tokens.total_lengths}
+    batch = _Entries(
+        tokens.sample_entries,
+        response_lengths=tokens.response_lengths,
+        total_lengths=tokens.total_lengths,
+        targets=tokens.targets,
+        current_log_probs=tokens.log_probs,
+        loss_mask=tokens.loss_mask,
+    )
     if "tokens" in batch:
         batch["unconcat_tokens"] = batch["tokens"]
     if "train_metadata" in batch:
         batch["metadata"] = batch["train_metadata"]
-    batch |= {
-        "targets": tokens.targets,
-        "current_log_probs": tokens.log_probs,
-        "loss_mask": tokens.loss_mask,
-    }
     result = settings.custom_loss(
         settings.args, batch, logits, _mean(settings, tokens, tokens.loss_mask)
     )

@@ -21,7 +21,6 @@ from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
 from slime.registry import load, parts
 
 T = TypeVar("T")
-LOSS_TYPES = ("policy_loss", "value_loss", "sft_loss", "custom_loss")
 
 
 def require(value: T | None, what: str, why: str) -> T:
@@ -78,23 +77,14 @@ class LossSettings:
 
     @classmethod
     def from_args(cls, args: Args) -> LossSettings:
-        """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not
-        given.
-        """
+        """Read the flags."""
         # The functions of the user are loaded here, once, so that a wrong path ends the run before
         # its first step.
         registered = parts("loss").get(args.loss_type)
-        if registered is None and args.loss_type not in LOSS_TYPES:
-            raise ValueError(
-                f"unknown --loss-type {args.loss_type!r}: choose one of "
-                f"{', '.join([*LOSS_TYPES, *parts('loss')])}"
-            )
         reducer = args.custom_pg_loss_reducer_function_path
         tis = args.custom_tis_function_path
         applies = bool(args.use_tis or custom_setting(args, "use_rs", False))
         custom_loss = args.custom_loss_function_path
-        if args.loss_type == "custom_loss" and not custom_loss:
-            raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
         kl = None
         if args.use_kl_loss:
             kl = KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl)

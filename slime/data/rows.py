@@ -85,7 +85,8 @@ class RawRow(NamedTuple):
         try:
             data = json.loads(self.content, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not valid JSON: {_explain(error)}") from error
+            words = f"{_explain(error)} (one object a line; a list of objects is .json)"
+            raise ValueError(f"not valid JSON: {words}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
         check_values(data)

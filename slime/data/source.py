@@ -415,12 +415,8 @@ def load_dataset(args: Args, maker: Callable[[Args], PromptMaker] = prompt_maker
 
     Raises:
         DataError: There are problems in the data set; the message lists them.
-        ValueError: ``--prompt-data`` is missing.
     """
-    if not args.prompt_data:
-        raise ValueError(
-            "there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset"
-        )
+    assert args.prompt_data, "checked before the start"
     make = maker(args)
     if args.apply_chat_template or args.streaming_data or args.rollout_max_prompt_len is not None:
         make.tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)

@@ -738,6 +738,16 @@ def test_metrics_of_a_custom_loss_are_numbers_on_its_device(tmp_path: Path) -> N
             compute_loss(custom_loss(f"{hook}:{name}"), tokens, num_rollouts=1, num_tokens=2)
 
 
+def test_a_custom_loss_that_reads_an_unknown_entry_is_told_those_that_there_are(
+    tmp_path: Path,
+) -> None:
+    hook = tmp_path / "typo.py"
+    hook.write_text("def loss(args, batch, logits, mean):\n    return batch['advantage'], {}\n")
+    tokens = dataclasses.replace(make_tokens([2]), logits=torch.ones(2, 5))
+    with pytest.raises(KeyError, match=r"no 'advantage'.*current_log_probs.*loss_mask.*targets"):
+        compute_loss(custom_loss(f"{hook}:loss"), tokens, num_rollouts=1, num_tokens=2)
+
+
 def custom_loss(path: str) -> Any:
     return make_args(loss_type="custom_loss", custom_loss_function_path=path)
 
@@ -815,8 +825,6 @@ def test_from_rank_batch_picks_and_flattens_in_the_given_order() -> None:
         (dict(use_tis=True), "rollout_log_probs", "--use-tis"),
         (dict(entropy_coef=0.1), "entropy", "--entropy-coef 0.1"),
         ({}, "advantages", "needs advantages"),
-        (dict(loss_type="sft"), "returns", "unknown --loss-type 'sft'.*sft_loss"),
-        (dict(loss_type="custom_loss"), "returns", "--custom-loss-function-path"),
         (dict(advantage_estimator="grop"), "returns", "'grop'.*grpo"),
     ],
     ids=str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -189,3 +190,9 @@ async def test_the_rewards(task: str, response: str, reward: float) -> None:
         await load_function(f"{STARTERS}/{task}/reward.py:reward")(SimpleNamespace(), sample)
         == reward
     )
+
+
+def test_the_next_command_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "my task")]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ").split(", then ")[1]
+    assert shlex.split(command) == ["bash", str(tmp_path / "my task" / "run.sh")]

@@ -145,6 +145,11 @@ def test_every_malformed_row_is_named(file: Path) -> None:
         assert line.startswith(f"{path}:{number}: ") and text in line
 
 
+def test_json_over_several_lines_tells_where_it_belongs(file: Path) -> None:
+    problems = problems_of(write(file, [json.dumps([{"prompt": "p"}], indent=2)]))
+    assert "one object a line; a list of objects is .json" in problems[0]
+
+
 def test_at_most_twenty_are_shown(file: Path) -> None:
     found = problems_of(write(file, ["{"] * 33))
     assert len(found) == 21 and "13 more" in found[-1]

@@ -422,6 +422,3 @@ def test_from_args(tmp_path: Path) -> None:
     args.streaming_data, args.num_data_workers = False, 0
     groups = RolloutDataSource(args).get_samples(2)
     assert sorted((str(g[0].prompt), g[0].label) for g in groups) == [("one", "1"), ("two", "2")]
-    args.prompt_data = None
-    with pytest.raises(ValueError, match="give --prompt-data FILE"):
-        RolloutDataSource(args)

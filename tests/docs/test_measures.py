@@ -57,7 +57,7 @@ TOKENS = {
     "plugins/rewards": 20_803,
     "plugins/serve": 17_129,
     "plugins/sglang": 5_859,
-    "plugins/tools": 100_628,
+    "plugins/tools": 100_625,
     "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,
     "plugins/workers": 2_887,

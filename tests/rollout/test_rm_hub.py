@@ -724,6 +724,8 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("math", None, {}, "no label"),
         ("math", "  ", {}, "empty"),
         ("math", {"a": 1}, {}, "is a dict"),
+        ("math", '{"answer": "4"}', {}, "the text of a JSON object"),
+        ("math", r"\{1, 2\}", {}, None),
         ("math", r"\frac{1}{2", {}, "unbalanced"),
         ("math", "the prime minister of a large country", {}, "a sentence"),
         ("deepscaler", r"\text{Evelyn}", {}, None),

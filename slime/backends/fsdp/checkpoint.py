@@ -53,14 +53,10 @@ class FsdpState(SavedState):
 
         Raises:
             FileNotFoundError: There is no such state.
-            ValueError: The state belongs to the other role, or its index could execute code.
+            ValueError: The state belongs to the other role or to another model, or its index could
+                execute code.
             SnapshotError: A file has changed since it was written.
         """
-        if not (path / META).is_file():
-            raise FileNotFoundError(
-                f"no training state in {path}: {META} is missing; --load takes a folder that "
-                "--save wrote"
-            )
         # A snapshot of the other role, of another adapter or with a damaged file is refused before
         # anything is changed.
         meta = json.loads((path / META).read_text())
@@ -72,7 +68,12 @@ class FsdpState(SavedState):
             self.bank.copy("actor", tag)  # allocates tensors with the right shapes
             self.bank.moving.add(tag)
         tensors = self._tensors(copies, meta["optimizer"] and not args.no_load_optim)
-        StoredTensors(path / TENSORS).read(_shards(tensors))
+        stored = StoredTensors(path / TENSORS)
+        # A model with fewer layers finds all that it reads in the snapshot of a deeper one.
+        unread = {name for name in stored.shapes if name.startswith("model/")} - tensors.keys()
+        if unread:
+            raise ValueError(f"{path} is of another model: this one has no {min(unread)}")
+        stored.read(_shards(tensors))
         # The step is that of the schedule. The moments were read with the tensors above.
         if not args.no_load_optim:
             self.optimizer.steps = meta["steps"]

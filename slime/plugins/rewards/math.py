@@ -107,10 +107,11 @@ def _as_reward(value: bool | None) -> float | None:
 
 
 def _label_problem(label: object, _: Mapping[str, object]) -> str | None:
-    missing = missing_label(label)
-    if missing:
+    if missing := missing_label(label):
         return missing
     gold = gold_answer(label)
+    if gold.startswith('{"'):
+        return f"label {gold[:80]!r} is the text of a JSON object: give its answer a column"
     if not normalize_math(gold):
         return f"label {str(label)[:80]!r} contains nothing but spaces and signs"
     braces = re.sub(r"\\.", "", gold, flags=re.DOTALL)

@@ -100,8 +100,7 @@ def f1_score(prediction: str | None, ground_truth: str | None) -> F1Score:
     gold_tokens = right.split()
     common = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
     if common == 0:
-        equal = float(left == right and left != "")
-        return F1Score(equal, equal, equal)
+        return F1Score(0.0, 0.0, 0.0)
     precision = common / len(prediction_tokens)
     recall = common / len(gold_tokens)
     return F1Score(2 * precision * recall / (precision + recall), precision, recall)

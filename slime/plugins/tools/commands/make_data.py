@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
+from shlex import quote
 from typing import Any
 
 from slime.cli.command import CommandError, whole, writing
@@ -75,7 +76,8 @@ def add_init(commands: Subparsers) -> None:
 def _init(args: argparse.Namespace) -> None:
     for path in init(args.folder, args.task):
         print(path)
-    print(f"next: bash {args.folder / 'run.sh'} --dry-run, then bash {args.folder / 'run.sh'}")
+    script = quote(str(args.folder / "run.sh"))
+    print(f"next: bash {script} --dry-run, then bash {script}")
 
 
 def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[Path, Path]:

@@ -247,8 +247,10 @@ def influences(batch: RankBatch, shares: list[tuple[int, float]]) -> list[Influe
     return found
 
 
-PERTURBATION = 1e-4
-"""The norm of the change of the weights for :func:`influences_of`, relative to their norm."""
+PERTURBATION = 2e-6
+"""The norm of the change of the weights for :func:`influences_of`, relative to their norm: with
+1e-4, the log-probs of SmolLM2-135M were so far from linear that the influences added up to 65%.
+"""
 
 
 @contextmanager

@@ -218,8 +218,7 @@ def page(result: WhatIf | Ranked) -> Iterator[str]:
     )
     yield f"{'':<36}{'before':>13}{'after':>13}{'cosine':>10}{'change':>11}"
     for name, before, after in result.metrics:
-        change = (after - before) / abs(before) if before else math.nan
-        yield f"{name:<36}{before:>13.6g}{after:>13.6g}{'':>10}{change:>11.2%}"
+        yield f"{name:<36}{before:>13.6g}{after:>13.6g}{'':>10}{after - before:>+11.4g}"
     for one in result.tensors:
         yield (
             f"{one.name:<36}{one.before:>13.6g}{one.after:>13.6g}{one.cosine:>10.5f}"

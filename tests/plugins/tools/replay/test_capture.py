@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "backends"))
 
@@ -112,6 +114,27 @@ def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model:
     exact = {position: float(one @ whole) / square for position, one in alone.items()}
     assert max(abs(found[position] - share) for position, share in exact.items()) < 1e-3
     assert max(exact.values()) > 10 * min(exact.values())
+
+
+def test_influences_add_up_where_log_probs_are_far_from_linear(model: Path, tmp_path: Path) -> None:
+    sharp = shutil.copytree(model, tmp_path / "sharp")
+    weights = load_file(sharp / "model.safetensors")
+    save_file(
+        {name: 3 * tensor for name, tensor in weights.items()},
+        sharp / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    backend, batch = backend_of(sharp), whole_batch(make_samples())
+    parts: list[InLoss] = []
+    shares: list[tuple[int, float]] = []
+    with (
+        capture.losses_of(backend, range(16), parts),
+        capture.influences_of(
+            backend, lambda: backend.log_probs(batch)["log_probs"], parts, shares
+        ),
+    ):
+        train_on_rollout(backend, batch)
+    assert sum(share for _, share in shares) == pytest.approx(1, abs=1e-2)
 
 
 def gradient_of(model: Path, flags: dict[str, object], sample: int | None) -> torch.Tensor:
