@@ -108,6 +108,17 @@ def test_the_script_passes_every_check(
         assert f"the same for the first 8 prompts: {', '.join(['1.0'] * 8)}" in said
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_relative_model_is_one_of_where_the_command_was_typed(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init(tmp_path / "mine", task)
+    (tmp_path / "weights").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = run(tmp_path, Path("weights"), slime="printf '%s\\0'").split("\0")
+    assert "weights" not in words and str(tmp_path / "weights") in words
+
+
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(900)

@@ -9,6 +9,9 @@
 # MODEL=/path/to/model bash run.sh uses another Hugging Face folder.
 # TEACHER=/path/to/teacher takes your own teacher, with the same tokenizer and of any size.
 set -euo pipefail
+# A relative folder is one of where the command was typed.
+if [ -d "${MODEL:-}" ]; then MODEL="$(realpath "$MODEL")"; fi
+if [ -d "${TEACHER:-}" ]; then TEACHER="$(realpath "$TEACHER")"; fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 command=train

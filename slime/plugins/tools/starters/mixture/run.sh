@@ -8,6 +8,8 @@
 #
 # MODEL=/path/to/model bash run.sh uses another Hugging Face folder.
 set -euo pipefail
+# A relative folder is one of where the command was typed.
+if [ -d "${MODEL:-}" ]; then MODEL="$(realpath "$MODEL")"; fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 command=train
