@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NotRequired, TypedDict
 
 from slime.checkpoint.files import FileEntry
 from slime.types import JsonObject, JsonValue
 
-_LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime", "megatron-core", "sglang")
+_LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime-rl", "megatron-core", "sglang")
 # Settings of locations, limits and output, which may differ between a run and its continuation.
 WHERE_NOT_WHAT = frozenset(
     {"load", "save", "save_hf", "save_hf_dtype", "output_dir", "run_name", "ckpt_step", "override",
@@ -102,26 +102,33 @@ def settings(values: Mapping[str, object]) -> JsonObject:
     """Return the settings that influence the results of a run, converted to JSON values and
     back.
     """
-    kept = {name: value for name, value in values.items() if name not in WHERE_NOT_WHAT}
+    # The folder of a program's rows and functions has another name in each run.
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in WHERE_NOT_WHAT and "/slime-inputs-" not in str(value)
+    }
     # Through JSON and back, so that tuples and paths compare equal to what a manifest holds.
     plain: JsonObject = json.loads(json.dumps(kept, default=str))
     return plain
 
 
-def changes(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
+def changes(
+    then: Mapping[str, JsonValue], now: Mapping[str, JsonValue], names: Iterable[str] = ()
+) -> list[str]:
     """Return ``name: old -> new`` for each of the :func:`settings` that both sides have and that
-    differs.
+    differs; ``names`` are those to compare, by default all.
     """
     return [
         f"{name}: {then[name]} -> {now[name]}"
-        for name in then
-        if name in now and then[name] != now[name]
+        for name in names or then
+        if name in then and name in now and then[name] != now[name]
     ]
 
 
 def check_same_prompts(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> None:
     """Raise :class:`ResumeError` if the continuation would use the prompts in another order."""
-    if wrong := changes({name: then[name] for name in DECIDES_PROMPTS if name in then}, now):
+    if wrong := changes(then, now, DECIDES_PROMPTS):
         raise ResumeError(
             "settings that decide the order of prompts differ from the snapshot's "
             f"({'; '.join(wrong)}): some prompts would be used twice and others never. Resume "
@@ -145,7 +152,7 @@ def check_same_old_actor(
     ahead = manifest.get("ahead") or manifest.get("old_actor", {}).get("ahead", 0)
     then = manifest.get("settings", {})
     # Older snapshots do not record all of these settings; those that are absent cannot be compared.
-    wrong = changes({name: then[name] for name in DECIDES_OLD_ACTOR if name in then}, now)
+    wrong = changes(then, now, DECIDES_OLD_ACTOR)
     wrong += [] if asynchronous else ["train.py instead of train_async.py"]
     if now["keep_old_actor"] and ahead and wrong:
         raise ResumeError(

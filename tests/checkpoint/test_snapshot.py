@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import of_all
 
+from slime.api.arguments import InputFolder
 from slime.checkpoint import manifest, snapshot
 from slime.checkpoint.files import DigestedFile, FileEntry, file_digest
 from slime.checkpoint.snapshot import SnapshotError
@@ -265,6 +266,17 @@ def test_changed_settings_are_named(values: dict[str, object]) -> None:
         name in then
     )
     assert manifest.changes(then, {}) == []
+
+
+def test_the_functions_of_a_program_are_no_changed_settings() -> None:
+    """Each call of ``slime.train`` writes them to a new folder."""
+    with InputFolder() as first, InputFolder() as second:
+        then, now = (
+            manifest.settings({"lr": 1.0, "custom_rm_path": f"{folder}/reward.py:reward"})
+            for folder in (first, second)
+        )
+    assert first != second and manifest.changes(then, now) == []
+    assert manifest.changes(then, {**now, "lr": 2.0}) == ["lr: 1.0 -> 2.0"]
 
 
 def megatron_checkpoint(folder: Path, *names: str, tracker: str | None = None) -> None:
