@@ -190,7 +190,7 @@ def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
     folder = _relative(run_dir.path)
     picture = f"picture      {folder}/{run_dir.reward_curve.name}"
     lines = [
-        f"curves       tensorboard --logdir {_relative(run_dir.path.parent)}",
+        f"curves       slime ui {folder}",
         *([picture] if run_dir.reward_curve.is_file() else []),
         f"texts        {folder}/samples/",
         *(hints or []),
