@@ -23,6 +23,7 @@ from fsdp_helpers import (
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
+from slime.data.fields import RankBatch
 from slime.plugins.tools.replay import capture
 from slime.plugins.tools.replay.capture import InLoss
 
@@ -87,11 +88,8 @@ def test_the_tensors_of_a_batch_have_the_index_of_their_sample(model: Path) -> N
     assert torch.equal(found["5.tokens"], batch["tokens"][5]) and "5.advantages" in found
 
 
-def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model: Path) -> None:
-    flags = {"eps_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    plain = backend_of(model, **flags)
-    train_on_rollout(plain, whole_batch(make_samples()))
-    backend, batch = backend_of(model, **flags), whole_batch(make_samples())
+def shares_of(backend: FsdpBackend, batch: RankBatch) -> list[tuple[int, float]]:
+    """Train on the 16 samples of ``batch``, and return each one's influence, by its index."""
     parts: list[InLoss] = []
     shares: list[tuple[int, float]] = []
     with (
@@ -101,6 +99,15 @@ def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model:
         ),
     ):
         train_on_rollout(backend, batch)
+    return shares
+
+
+def test_the_influence_of_a_sample_is_its_gradient_along_that_of_the_step(model: Path) -> None:
+    flags = {"eps_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    plain = backend_of(model, **flags)
+    train_on_rollout(plain, whole_batch(make_samples()))
+    backend, batch = backend_of(model, **flags), whole_batch(make_samples())
+    shares = shares_of(backend, batch)
     after, looked_at = weights_of(plain), weights_of(backend)
     assert all(torch.equal(after[name], looked_at[name]) for name in after)
     found = {one.index: one.share for one in capture.influences(batch, shares)}
@@ -125,15 +132,7 @@ def test_influences_add_up_where_log_probs_are_far_from_linear(model: Path, tmp_
         metadata={"format": "pt"},
     )
     backend, batch = backend_of(sharp), whole_batch(make_samples())
-    parts: list[InLoss] = []
-    shares: list[tuple[int, float]] = []
-    with (
-        capture.losses_of(backend, range(16), parts),
-        capture.influences_of(
-            backend, lambda: backend.log_probs(batch)["log_probs"], parts, shares
-        ),
-    ):
-        train_on_rollout(backend, batch)
+    shares = shares_of(backend, batch)
     assert sum(share for _, share in shares) == pytest.approx(1, abs=1e-2)
 
 
