@@ -13,7 +13,7 @@ from slime.config.args import FLAGS
 from slime.config.flag import Flag, range_text
 from slime.config.parser import metavar
 from slime.plugins.compat.older import FORKS, GONE, OTHER_FRAMEWORKS
-from slime.plugins.estimators.config import recipes
+from slime.plugins.estimators import recipes
 from slime.registry import find
 from slime.registry import parts as registered
 

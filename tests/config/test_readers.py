@@ -24,9 +24,12 @@ DERIVED = tuple(
 )
 # checks, other commands, lists of names
 OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")
-RESOLVERS = tuple(
-    f"slime/plugins/{name}/config.py"
-    for name in ("agents", "distillation", "estimators", "mixture", "preference", "rewards")
+RESOLVERS = (
+    "slime/plugins/agents/config.py",
+    *(
+        f"slime/plugins/{name}/__init__.py"
+        for name in ("distillation", "estimators", "mixture", "preference", "rewards")
+    ),
 )
 # `args` of argparse
 OWN_NAMESPACE = ("slime/cli/", "slime/config/", "slime/plugins/tools/commands/")

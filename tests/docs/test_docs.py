@@ -15,7 +15,7 @@ PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--port", "--dashboard-port", "--dashboard-agent-listen-port",
-    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
+    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--extra",
     "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps", "--from",
     "--with", "--torch-backend",

@@ -283,7 +283,7 @@ def disconnect() -> None:
     _kill(wait_gone(children, SHUTDOWN_SECONDS))
 
 
-def object_store_bytes(shared: str = "/dev/shm") -> int:
+def object_store_bytes() -> int:
     """Size of the object store: a tenth of the free memory, but at most four fifths of the free
     shared memory.
 
@@ -294,5 +294,5 @@ def object_store_bytes(shared: str = "/dev/shm") -> int:
 
     most = psutil.virtual_memory().available // 10
     with contextlib.suppress(OSError):
-        most = min(most, psutil.disk_usage(shared).free * 4 // 5)
+        most = min(most, psutil.disk_usage("/dev/shm").free * 4 // 5)
     return int(max(most, 256 * 2**20))

@@ -47,7 +47,8 @@ class _Session(Session):
     ) -> None:
         super().__init__(session_id, state, Sample(session_id=session_id), params)
         # the state of a run refers to its args only weakly
-        self.args, self.most_turns = state.args, most_turns
+        self.args = state.args
+        self.most_turns = most_turns
 
     def check_open(self) -> None:
         if not self._open:

@@ -33,6 +33,8 @@ KEY = "SLIME_SANDBOX_KEY"
 BODY_BYTES = 512 << 20
 """Largest body of a request and of an answer."""
 _MOST_SECONDS = 3600.0  # of one command
+_LARGEST = replace(LIMITS, seconds=_MOST_SECONDS)
+"""Limits that no box exceeds."""
 _IDLE_SECONDS = 3600.0  # after which a box that its client forgot is dropped
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,13 +54,11 @@ class BoxServer:
     Args:
         key: Which clients send.
         most: Number of boxes at a time.
-        largest: Limits that no box exceeds.
     """
 
-    def __init__(self, key: str, most: int = 64, largest: Limits = LIMITS) -> None:
+    def __init__(self, key: str, most: int = 64) -> None:
         self._key = key
         self._most = most
-        self._largest = replace(largest, seconds=_MOST_SECONDS)
         self._boxes: dict[str, _Lent] = {}
         self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guarded])
         self.app.router.add_post("/boxes", self.create)
@@ -91,7 +91,7 @@ class BoxServer:
         limits = Limits(
             **{
                 name: min(type(most)(asked.get(name, most)), most)
-                for name, most in asdict(self._largest).items()
+                for name, most in asdict(_LARGEST).items()
             }
         )
         paths = [[_absolute(path) for path in body[name]] for name in ("folders", "scratch")]

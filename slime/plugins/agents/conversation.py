@@ -345,7 +345,8 @@ class Conversation:
         turn["text"] = sample.response[begin:]
         if sample.status is Sample.Status.ABORTED:
             return None
-        turn["end"], turn["finish"] = sample.response_length, sample.status.value
+        turn["end"] = sample.response_length
+        turn["finish"] = sample.status.value
         return str(turn["text"])
 
     def _drop_sampled_medium(self, before: int, written: int) -> None:
@@ -431,17 +432,19 @@ class ToolCall:
     error: str = ""
 
 
-def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>") -> list[ToolCall]:
+def tool_calls(text: str) -> list[ToolCall]:
     """Parse all tool calls in a turn, in their order.
 
-    A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``. The key
+    A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``<tool_call>`` and
+    ``</tool_call>``. The key
     ``parameters``, which some models write, is accepted in place of ``arguments``. Malformed calls
     are returned with an ``error``.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
-    blocks = [block.partition(end) for block in text.split(start)[1:]]
+    end = "</tool_call>"
+    blocks = [block.partition(end) for block in text.split("<tool_call>")[1:]]
     return [
         _read_call(body) if found else ToolCall(error=f"the call is not closed by {end}")
         for body, found, _ in blocks

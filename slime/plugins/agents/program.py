@@ -161,7 +161,10 @@ async def in_thread(
 
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
         elif error is None:
             threading.Thread(target=abandon, args=(result,), name=name, daemon=True).start()
 

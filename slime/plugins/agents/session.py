@@ -90,7 +90,10 @@ class Session:
         params: SamplingParams,
         evaluation: bool = False,
     ) -> None:
-        self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
+        self.id = session_id
+        self.sample = sample
+        self.params = params
+        self.evaluation = evaluation
         args = state.args
         self.settings = section(AgentConfig, args)
         self.max_turns = args.max_turns
@@ -259,7 +262,8 @@ class Session:
         probe = self._probe(parent, added)
         begun = probe.tokens  # generation replaces them by longer lists
         self._set_seed(params, probe.tokens)
-        most, opened = self._room(parent, added, ask), self._opened(added)
+        most = self._room(parent, added, ask)
+        opened = self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
         on_text = (
             None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
@@ -330,7 +334,8 @@ class Session:
         except Exception:  # a user's parser can raise anything, and the text can be malformed
             logger.exception("the tool parser failed, so the answer is kept as text")
             self.counts["unreadable"] += 1
-            content, calls = text, []
+            content = text
+            calls = []
         mark = next((mark for mark in KNOWN_MARKS if mark in text), None)
         if mark is not None and not calls and not isinstance(parser, NoCalls):
             self.counts["unread_calls"] += 1

@@ -47,7 +47,9 @@ def translate(words: Sequence[str], say: Callable[[str], None] = print) -> int:
     if first.suffix in _SCRIPTS and (first.is_file() or len(words) == 1):
         commands, remarks, guessed = _started_by(first, words[1:])
     else:
-        commands, remarks, guessed = [list(words)], [], False
+        commands = [list(words)]
+        remarks = []
+        guessed = False
     for number, command in enumerate(commands):
         if number:
             say("")

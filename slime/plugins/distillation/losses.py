@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from slime.backends.loss_type import LossType
-from slime.plugins.distillation.config import DistillationFlags, teacher_rows
+from slime.plugins.distillation import DistillationFlags, teacher_rows
 from slime.plugins.distillation.teachers import ServedTeacher, Teacher, move_towards, samples_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 
 from slime.data.rewards import PASS_ABOVE
 from slime.data.sample import Group, Sample, flatten
-from slime.plugins.distillation.config import TeacherRow, teacher_rows
+from slime.plugins.distillation import TeacherRow, teacher_rows
 from slime.plugins.distillation.divergence import distilled, distilled_from_top
 from slime.rollout.on_policy_distillation import teacher_log_probs
 from slime.rollout.prompts import encode, render_first
@@ -134,7 +134,8 @@ async def ask_teachers(args: Args, sample: Sample, evaluation: bool = False) -> 
     if TEACHER_PROMPT in metadata:
         tokens = metadata[TEACHER_PROMPT] + tokens[len(tokens) - sample.response_length :]
     seen = Sample(index=sample.index, tokens=tokens, response_length=sample.response_length)
-    seconds, count = args.sglang_router_request_timeout_secs, args.distill_top_k
+    seconds = args.sglang_router_request_timeout_secs
+    count = args.distill_top_k
     tops = await asyncio.gather(*(_top(row.path, seen, count, seconds) for row in asked))
     metadata[TEACHER_TOP] = {row.name: top for row, top in zip(asked, tops, strict=True)}
     sample.train_metadata = metadata

@@ -176,7 +176,8 @@ class SlotTable:
         if slot == last:
             return []
         other = self.slots[last]
-        self.slots[slot], self.slots[last] = other, kept
+        self.slots[slot] = other
+        self.slots[last] = kept
         return [Swap(slot, last, kept.valid, last_computed)]
 
     def forget_free(self) -> None:

@@ -150,9 +150,7 @@ class Scheduler:
             for sequence in [*self.running, *self.waiting]
         )
 
-    def abort(
-        self, rid: str | None, exact: bool = False, message: str = "Aborted"
-    ) -> list[Sequence]:
+    def abort(self, rid: str | None, exact: bool = False) -> list[Sequence]:
         """Abort requests and return their sequences.
 
         Args:
@@ -166,7 +164,7 @@ class Scheduler:
 
         doomed = [seq for seq in [*self.running, *self.waiting] if meant(seq.request.rid)]
         for sequence in doomed:
-            sequence.finish_reason = aborted(message)
+            sequence.finish_reason = aborted("Aborted")
             self.leave(sequence)
         return doomed
 

@@ -51,7 +51,6 @@ def start_embedded_engine(
     settings: EngineSettings,
     index: int,
     host: str = "127.0.0.1",
-    port: int | None = None,
     log_path: str | Path | None = None,
 ) -> EngineProcess:
     """Start embedded engine number ``index`` and return immediately; see
@@ -59,7 +58,7 @@ def start_embedded_engine(
 
     The engine ends when the calling process ends, even if the caller is killed.
     """
-    port = port or free_port(host)
+    port = free_port(host)
     # The server watches this process and ends with it.
     command = [*module_command("slime.plugins.embedded.server"), "--parent-pid", str(os.getpid())]
     command += ["--model-path", settings.model, "--host", host, "--port", str(port)]

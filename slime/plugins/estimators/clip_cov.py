@@ -57,7 +57,8 @@ def covariances_of_batch(
     import torch
 
     mask = flatten([torch.as_tensor(one) for one in batch["loss_masks"]])
-    log_probs, values = keep_where(mask, flatten(old_log_probs(batch))), flatten(advantages)
+    log_probs = keep_where(mask, flatten(old_log_probs(batch)))
+    values = flatten(advantages)
     weight = mask.double()
     sums = torch.stack([(log_probs * weight).sum(), (values * weight).sum(), weight.sum()])
     totals = reduce.over_data(sums)

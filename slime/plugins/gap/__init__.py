@@ -9,7 +9,7 @@ from slime.registry import register
 
 def parts() -> None:
     """Register the command."""
-    register("command", "gap", "slime.plugins.gap:add_gap")
+    register("command", "gap", add_gap)
 
 
 def add_gap(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

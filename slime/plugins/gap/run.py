@@ -29,7 +29,9 @@ from slime.plugins.tools.verify import engine_log_probs
 from slime.plugins.tools.verify.check import write_model
 from slime.plugins.tools.verify.reference import RandomSample
 
-NOW, BEFORE, INITIAL = "now", "before", "initial"
+NOW = "now"
+BEFORE = "before"
+INITIAL = "initial"
 """Weights: of the step, of the step before it, and of the start of the run."""
 LARGEST = 10
 MOST_LAYERS = 6
@@ -140,10 +142,11 @@ def find_gap(run: RecordedRun, step: int) -> Gap:
             for file in files
             if file.is_file()
         ]
-        what = [f"the weights of step {step - 1}"] * (len(others) > 1)
-        what.append(
+        what = [
             "the base without its adapter" if args.lora_rank else "the weights of the run's start"
-        )
+        ]
+        if len(others) > 1:
+            what.insert(0, f"the weights of step {step - 1}")
         like = load_hf_model(
             str(args.hf_checkpoint),
             torch.float32,
@@ -169,7 +172,8 @@ def find_gap(run: RecordedRun, step: int) -> Gap:
 
 def _engine_again(run: RecordedRun, reference: Reference, dtype: str, folder: Path) -> float | None:
     """Score the samples by the embedded engine with the trainer's weights."""
-    args, like = run.args, Path(run.args.hf_checkpoint)
+    args = run.args
+    like = Path(run.args.hf_checkpoint)
     if args.rollout_backend != "embedded" or args.rollout_quantization or not like.is_dir():
         return None
     if reference.plain.sampling != Sampling() or reference.samples[0].nuclei is not None:

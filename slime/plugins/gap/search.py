@@ -21,7 +21,9 @@ from slime.plugins.gap.causes import (
 from slime.plugins.gap.reference import Reference, Weights, logits_of, token_scores
 from slime.plugins.tools.verify.check import in_order, parts_of
 
-SMALL, LEAST_TOKENS, MOST_TOKENS = 10**7, 256, 1024
+SMALL = 10**7
+LEAST_TOKENS = 256
+MOST_TOKENS = 1024
 """Causes are looked for in the samples with the largest gaps, up to so many compared tokens: the
 first number with more than ``SMALL`` parameters."""
 MOST_CAUSES = 3
@@ -31,7 +33,8 @@ LEAST = 0.1
 """A cause has to close at least so much of what the causes before it have left."""
 MOST_PARTS = 64
 MOST_FITTED = 6
-FIRST_STEPS, FIT_STEPS = 2, 25
+FIRST_STEPS = 2
+FIT_STEPS = 25
 ROUNDING = 8.0
 """A gap is owed to the order of sums if it is no more than so many times the reference's own
 rounding."""

@@ -20,7 +20,7 @@ SUBMIT = {
 
 def parts() -> None:
     """Register the subcommand."""
-    register("command", "launch", "slime.plugins.launch:add_launch")
+    register("command", "launch", add_launch)
 
 
 def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -141,7 +141,8 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
+    moe = bool(settings.get("num_experts"))
+    latent = bool(settings.get("multi_latent_attention"))
     cls = MLATransformerConfig if latent else TransformerConfig
     dtype = DTYPES[model.train_dtype]
     if problems := _layout_problems(settings, layout):

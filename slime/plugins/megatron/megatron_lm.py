@@ -169,7 +169,8 @@ class MegatronLmWeights(NamedWeights):
                     continue
                 parameter = Parameter(entry, places)
                 for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-                    self._of[name], self._shapes[name] = (parameter, number), shape
+                    self._of[name] = (parameter, number)
+                    self._shapes[name] = shape
         if missing:
             raise ModelError(
                 f"checkpoint {self.folder} does not fit the model of --hf-checkpoint: it lacks "

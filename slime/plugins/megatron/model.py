@@ -222,10 +222,10 @@ def build_chunk(
     valued: bool,
     vp_stage: int | None,
     seed: int,
-    rotary: tuple[Tensor, float] | None = None,
-    window_rotary: tuple[Tensor, float] | None = None,
-    delta_nets: DeltaNets | None = None,
-    indexers: Indexers | None = None,
+    rotary: tuple[Tensor, float] | None,
+    window_rotary: tuple[Tensor, float] | None,
+    delta_nets: DeltaNets | None,
+    indexers: Indexers | None,
 ) -> PolicyModel:
     """Build the part of the model on a pipeline rank, or one of its model chunks.
 
@@ -334,8 +334,8 @@ def block_spec(
     config: TransformerConfig,
     settings: Settings,
     vp_stage: int | None,
-    delta_nets: DeltaNets | None = None,
-    indexers: Indexers | None = None,
+    delta_nets: DeltaNets | None,
+    indexers: Indexers | None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline rank (and model chunk), and the norm after the last layer
     of the model.
@@ -361,8 +361,8 @@ def layer_spec(
     config: TransformerConfig,
     settings: Settings,
     with_experts: bool,
-    delta_nets: DeltaNets | None = None,
-    indexers: Indexers | None = None,
+    delta_nets: DeltaNets | None,
+    indexers: Indexers | None,
 ) -> ModuleSpec:
     """Return the specification of a decoder layer. With ``delta_nets``, it has this instead of
     attention.

@@ -135,7 +135,7 @@ def run_schedule(
     micros: list[MicroBatch],
     on_scores: OnScores,
     forward_only: bool,
-    around: Around | None = None,
+    around: Around | None,
 ) -> list[dict[str, Tensor]]:
     """Run forward and, unless ``forward_only``, backward passes of all micro-batches on this rank's
     model chunks.

@@ -272,7 +272,7 @@ def _share(tensor: Tensor) -> tuple[int, int]:
     return share(tensor.numel(), group.rank(), group.size())
 
 
-def weight_shards(chunks: Sequence[Chunk], adapter: bool = False) -> list[TensorShard]:
+def weight_shards(chunks: Sequence[Chunk], adapter: bool) -> list[TensorShard]:
     """Return the shards of all weights on this rank, into which a checkpoint is read; ``adapter``
     as in :func:`parameters`."""
     return [
@@ -285,7 +285,7 @@ def weight_shards(chunks: Sequence[Chunk], adapter: bool = False) -> list[Tensor
 
 
 def state_shards(
-    chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors, adapter: bool = False
+    chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors, adapter: bool
 ) -> list[TensorShard]:
     """Return the shards of the optimizer's state on this rank, into which a checkpoint is read;
     ``adapter`` as in :func:`parameters`.

@@ -101,7 +101,8 @@ class _VocabParallelScores(torch.autograd.Function):
             )
             dist.all_reduce(sums, group=group)
             log_sum = shared + sums[0].log()
-            log_probs[part], log_sums[part] = sums[2] - log_sum, log_sum
+            log_probs[part] = sums[2] - log_sum
+            log_sums[part] = log_sum
             entropy[part] = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.settings = inverse_temperature, chunk_size, entropy_grad

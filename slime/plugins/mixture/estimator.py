@@ -21,7 +21,7 @@ from slime.algorithms.grpo import Grpo
 from slime.algorithms.sequences import Reduce, Reducer, keep_where
 from slime.config.args import FLAGS
 from slime.config.flag import out_of_range
-from slime.plugins.mixture.config import BySourceFlags, EstimatorChoice
+from slime.plugins.mixture import BySourceFlags, EstimatorChoice
 from slime.registry import find, load, parts
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def estimator_of(choice: EstimatorChoice, settings: EstimatorSettings) -> Algori
         ValueError: It cannot be used for a data set. The message says why.
     """
     named = choice if isinstance(choice, Mapping) else {"name": choice}
-    name, given = named.get("name"), {key: v for key, v in named.items() if key != "name"}
+    name = named.get("name")
+    given = {key: value for key, value in named.items() if key != "name"}
     part = parts("algorithm").get(str(name))
     if part is None:
         raise ValueError(f"{name!r} is none of {', '.join(parts('algorithm'))}")

@@ -29,7 +29,7 @@ from slime.data.source import (
 from slime.data.validate import check_data
 from slime.plugins.agents.config import ENVIRONMENT_GENERATE
 from slime.plugins.agents.environments.source import EnvironmentSource, check_environment
-from slime.plugins.mixture.config import MixedSet, read_mixture, weight_at
+from slime.plugins.mixture import MixedSet, read_mixture, weight_at
 from slime.rollout.rm_hub.reward import check_label
 
 if TYPE_CHECKING:

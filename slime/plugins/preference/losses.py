@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime.algorithms.sequences import sequence_means, sequence_sums
 from slime.backends.loss_type import LossType
 from slime.data.sample import Group, Sample, flatten
-from slime.plugins.preference.config import PreferenceFlags
+from slime.plugins.preference import PreferenceFlags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,8 @@ class Dpo(LossType):
         assert isinstance(self.own, PreferenceFlags)
         beta = self.own.dpo_beta
         ratios = log_ratios(tokens)
-        chosen, rejected = ratios[0::2], ratios[1::2]
+        chosen = ratios[0::2]
+        rejected = ratios[1::2]
         loss = dpo_loss(chosen, rejected, beta, self.own.dpo_label_smoothing).sum()
         return loss, {
             "preference_accuracy": (chosen > rejected).to(ratios.dtype).sum(),
@@ -123,7 +124,8 @@ def _mismatched(sample: Sample, other: Sample) -> Sample:
     made = copy.copy(sample)
     prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
     made.tokens = prompt + other.tokens[len(other.tokens) - other.response_length :]
-    made.response, made.response_length = other.response, other.response_length
+    made.response = other.response
+    made.response_length = other.response_length
     made.loss_mask = [0] * other.response_length
     made.train_metadata = {WEIGHT_KEY: 0.0}
     return made

@@ -140,7 +140,8 @@ class PairMaker(PromptMaker):
         return {**row, self.keys.prompt: prompt, self.keys.label: label}
 
     def _best_and_worst(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        responses, scores = row[self.responses], row.get(self.scores)
+        responses = row[self.responses]
+        scores = row.get(self.scores)
         if not isinstance(scores, Sequence) or len(scores) != len(responses):
             raise ValueError(f"its {self.scores} must be one for each of its {self.responses}")
         totals = [self._total(score) for score in scores]

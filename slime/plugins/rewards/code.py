@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slime.config.args import Args
-    from slime.plugins.rewards.config import CodeFlags
+    from slime.plugins.rewards import CodeFlags
 
 Outcome = Literal["passed", "wrong", "error", "timeout", "memory", "output", "syntax", "no_code"]
 OUTCOME_KEY = "code_outcome"

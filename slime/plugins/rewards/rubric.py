@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.data.rewards import PARTS_KEY
 from slime.data.sample import Sample
-from slime.plugins.rewards.config import PASS, Item, read_rubric
+from slime.plugins.rewards import PASS, Item, read_rubric
 from slime.plugins.rewards.servers import judge_group
 from slime.rollout.metrics import known_reward
 from slime.rollout.rm_hub.dispatch import async_rm

@@ -186,7 +186,8 @@ JUDGE = (
     "Question:\n{prompt}\n\nReference answer: {label}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer to judge agree with the reference answer? Reply Yes or No.\nReply:"
 )
-YES, NO = " Yes", " No"  # the first tokens of these texts are compared
+YES = " Yes"
+NO = " No"  # the first tokens of these texts are compared
 _RETRIES = 5
 
 

@@ -313,7 +313,8 @@ async def get_info(state: State, tenant: str, body: dict[str, Any]) -> Any:
 async def create_sampling_session(state: State, tenant: str, body: dict[str, Any]) -> Any:
     session = state.session_of(body["session_id"], tenant)["id"]
     place = _whole(body, "sampling_session_seq_id", 0)
-    path, teacher = body.get("model_path"), None
+    path = body.get("model_path")
+    teacher = None
     if path is None and body.get("base_model") in state.teachers:
         teacher = body["base_model"]
     elif path is None:

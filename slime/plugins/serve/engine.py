@@ -65,7 +65,8 @@ class EngineWeights:
                 raise Refused(f"{teacher} is no longer a teacher of this server")
             yield self.teachers[teacher], None
             return
-        key, folder = BASE, Path(self.session.args.hf_checkpoint)
+        key = BASE
+        folder = Path(self.session.args.hf_checkpoint)
         if path is not None:
             folder = self.trainer.folder_of(path).absolute()
             # another checkpoint may have had the name before

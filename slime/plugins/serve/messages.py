@@ -35,7 +35,8 @@ def parse(data: bytes) -> dict[int, list[Value]]:
     position = 0
     while position < len(data):
         key, position = _varint(data, position)
-        number, kind = key >> 3, key & 7
+        number = key >> 3
+        kind = key & 7
         value: Value
         if kind == 0:
             value, position = _varint(data, position)
@@ -170,7 +171,8 @@ def read_batch(body: bytes) -> Batch:
         text(last(pair, 1)): double(last(pair, 2)) for pair in map(message, fields.get(5, []))
     }
     for pair in map(message, fields.get(7, [])):
-        name, value = text(last(pair, 1)), message(last(pair, 2))
+        name = text(last(pair, 1))
+        value = message(last(pair, 2))
         if 1 not in value:
             raise Refused(f"loss_fn_config {name!r} is a text, but this server takes only numbers")
         options[name] = double(last(value, 1))

@@ -172,11 +172,13 @@ class Trainer:
         return Answer({"metrics": metrics})
 
     def _save(self, backend: FsdpBackend, record: Record) -> Answer:
-        model, passing = record["model"], False
+        model = record["model"]
+        passing = False
         kind = _SAVED[record["do"]]
         name = record["name"] or f"{record['number']:06d}"
         if kind == "sampler_weights" and not record["name"]:
-            name, passing = _PASSING + name, True
+            name = _PASSING + name
+            passing = True
 
         def write(folder: Path) -> None:
             if kind == "weights":

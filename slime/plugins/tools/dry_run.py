@@ -322,7 +322,9 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
         # As if the model had written it in its only turn.
         done = Sample.Status.COMPLETED
         turn = ModelTurn(start=0, end=0, text=answer, finish=done.value, answered=False)
-        sample.response, sample.status, sample.metadata[TURNS] = answer, done, [turn]
+        sample.response = answer
+        sample.status = done
+        sample.metadata[TURNS] = [turn]
         problem: object = None
         try:
             if args.group_rm:

@@ -85,9 +85,11 @@ def _attention(
         for proj in (self.q_proj, self.k_proj, self.v_proj)
     )
     if hasattr(self, "q_norm"):
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
     cos, sin = (x[0] for x in position_embeddings)
-    q, k = functions.rotate(q, cos, sin), functions.rotate(k, cos, sin)
+    q = functions.rotate(q, cos, sin)
+    k = functions.rotate(k, cos, sin)
     if slime_pack is not None:
         out = _in_pack(q, k, v, slime_pack, self.scaling)
     else:
@@ -113,7 +115,8 @@ def _in_pack(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) 
 def _in_step(
     layer: int, q: Tensor, k: Tensor, v: Tensor, step: StepContext, scale: float
 ) -> Tensor:
-    cache, index = step.cache, step.write_index
+    cache = step.cache
+    index = step.write_index
     cache.write(layer, index, k, v)
     if step.lengths is not None:  # each row attends to the first positions of its slot
         rows = torch.arange(len(index), device=index.device)
@@ -125,8 +128,10 @@ def _in_step(
             (x.start, x.end - x.start, x.slot * cache.capacity, x.length) for x in step.segments
         ]
         table = torch.tensor(segments).t().contiguous()
-        spans, longest = table.to(index.device), int(table[1].max())
-    keys, values = cache.keys[layer].flatten(0, 1), cache.values[layer].flatten(0, 1)
+        spans = table.to(index.device)
+        longest = int(table[1].max())
+    keys = cache.keys[layer].flatten(0, 1)
+    values = cache.values[layer].flatten(0, 1)
     return functions.attend(q, keys, values, spans, (longest, 0), scale)
 
 
@@ -145,7 +150,8 @@ class _Scores(FusedTokenScores):
     ) -> tuple[Tensor, Tensor]:
         temperature = 1 / options.inverse_temperature
         divisors = torch.full_like(targets, temperature, dtype=torch.float32)
-        found, logits = [], None
+        found = []
+        logits = None
         for start in range(0, len(hidden), options.chunk_size):
             part = slice(start, start + options.chunk_size)
             logits = functions.linear(hidden[part], weight, bias)

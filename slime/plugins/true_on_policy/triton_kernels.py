@@ -14,11 +14,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ROWS, COLUMNS, DEPTH, BAND = 128, 256, 64, 8
+ROWS = 128
+COLUMNS = 256
+DEPTH = 64
+BAND = 8
 """The tile of a matrix product, and how many rows of tiles run side by side."""
 PROGRAMS = 132
 """As many as an H100 or H200 has processors."""
-QUERIES, KEYS = 64, 64
+QUERIES = 64
+KEYS = 64
 """The tile of attention."""
 
 
@@ -60,7 +64,8 @@ def _matmul(
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias``: ``[m, k]`` and ``[n, k]`` to ``[m, n]``, summed in float32.
     n and k are multiples of 8."""
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k) = x.shape
+    n = weight.shape[0]
     out = x.new_empty(m, n)
     blocks = ((x, (ROWS, DEPTH)), (weight, (COLUMNS, DEPTH)), (out, (ROWS, COLUMNS)))
     parts = [TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks]

@@ -15,7 +15,7 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
 from slime.config.args import Args
 from slime.data.fields import RankBatch
-from slime.plugins.distillation.config import DIVERGENCES
+from slime.plugins.distillation import DIVERGENCES
 from slime.plugins.distillation.divergence import distilled
 from slime.plugins.distillation.teachers import TEACHER_PROMPT
 from tests.backends.fsdp_helpers import (

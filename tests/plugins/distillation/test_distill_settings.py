@@ -11,7 +11,7 @@ import pytest
 
 from slime.config.args import Args
 from slime.data.sample import Sample
-from slime.plugins.distillation.config import (
+from slime.plugins.distillation import (
     EACH,
     GROUPS,
     NO_REWARD,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.plugins.distillation.config import DIVERGENCES
+from slime.plugins.distillation import DIVERGENCES
 from slime.plugins.distillation.divergence import distilled
 
 

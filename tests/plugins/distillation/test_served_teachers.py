@@ -10,7 +10,7 @@ import torch
 from aiohttp import web
 
 from slime.data.sample import Sample
-from slime.plugins.distillation.config import ASK, EACH, TeacherRow, check
+from slime.plugins.distillation import ASK, EACH, TeacherRow, check
 from slime.plugins.distillation.divergence import coarse, distilled, divergence
 from slime.plugins.distillation.teachers import (
     TEACHER_PROMPT,

@@ -6,7 +6,7 @@ import pytest
 
 from slime.config.args import FLAGS
 from slime.config.resolve import validate
-from slime.plugins.estimators.config import recipes, values_of
+from slime.plugins.estimators import recipes, values_of
 from tests.make_args import CPU_MACHINE, make_args
 from tools.flags_page import recipes_table
 

@@ -16,7 +16,7 @@ from slime.config.args import Args
 from slime.config.parser import check_args
 from slime.data.sample import Sample, flatten
 from slime.plugins.agents.config import ENVIRONMENT_GENERATE
-from slime.plugins.mixture.config import weight_at
+from slime.plugins.mixture import weight_at
 from slime.plugins.mixture.source import MixtureSource, check
 from slime.rollout.metrics import rollout_metrics
 from tests.make_args import make_args

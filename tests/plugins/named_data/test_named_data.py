@@ -16,8 +16,8 @@ from slime.config.data import derive_named_data
 from slime.config.files import NamedDataError
 from slime.data.dataset import Dataset
 from slime.data.eval_config import resolve_eval_datasets
-from slime.plugins.named_data import named_data
-from slime.plugins.named_data.named_data import DataName, data_name, known_sets, mapped
+from slime.plugins import named_data
+from slime.plugins.named_data import DataName, data_name, known_sets, mapped
 
 ROWS = [{"question": f"{i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(5)]
 

@@ -16,7 +16,7 @@ from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.config.args import Args
 from slime.data.rows import DataError
 from slime.data.sample import flatten
-from slime.plugins.preference.config import REFERENCE_POINT, check
+from slime.plugins.preference import REFERENCE_POINT, check
 from slime.plugins.preference.losses import WEIGHT_KEY, kto_loss, set_reference_point
 from slime.plugins.preference.rows import PreferenceSource, generate_rollout
 from tests.make_args import make_args

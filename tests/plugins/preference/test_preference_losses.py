@@ -13,7 +13,7 @@ from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.config.args import Args
 from slime.config.resolve import validate
 from slime.data.schedule import PackingSettings
-from slime.plugins.preference.config import ROLLOUT, SOURCE, check
+from slime.plugins.preference import ROLLOUT, SOURCE, check
 from slime.plugins.preference.losses import dpo_loss
 from tests.make_args import CPU_MACHINE, make_args, rule_problems
 

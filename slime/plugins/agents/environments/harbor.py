@@ -141,7 +141,9 @@ class Harbor(Played):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(task.agent_seconds):
                     first = opening(self.system, task.instruction)
-                    url, key, model = program.openai_base_url, program.api_key, program.model
+                    url = program.openai_base_url
+                    key = program.api_key
+                    model = program.model
                     await converse(url, key, model, first, [BASH], call)
             return await judge(box, task)
         finally:

@@ -90,7 +90,9 @@ class _Rows(Layout):
 
     def _part(self, sources: Sequence[Source], axis: int, rank: int, size: int) -> Tensor:
         # the number 0 stands for a row of zeros, which join() adds as padding
-        numbers, starts, end = [], [], 1
+        numbers = []
+        starts = []
+        end = 1
         for source in sources:
             numbers.append(torch.arange(end, end + source.shape[0]))
             starts.append(end)

@@ -115,9 +115,8 @@ def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[
     unknown = [name for name in given if name not in hints]
     if missing or unknown:
         takes = ", ".join(hints) or "none"
-        what = [f"missing: {', '.join(missing)}"] * bool(missing) + [
-            f"unknown: {', '.join(unknown)}"
-        ] * bool(unknown)
+        wrong = {"missing": missing, "unknown": unknown}
+        what = [f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names]
         raise ValueError(f"its kwargs are {takes}; {'; '.join(what)}")
     return {name: _converted(name, given[name], hint) for name, hint in hints.items()}
 

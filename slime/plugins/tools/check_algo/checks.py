@@ -153,7 +153,7 @@ class Checks:
 
         def weights(good: int) -> list[float]:
             steps = [
-                lab.step(batch, one, rewards=lambda _, chosen: (0.0, 1.0)[chosen == good])
+                lab.step(batch, one, rewards=lambda _, chosen: float(chosen == good))
                 for one in (older, table)
             ]
             # A sample without advantage may be skipped.

@@ -13,7 +13,7 @@ from random import Random
 from shlex import quote
 from typing import Any
 
-from slime.cli.command import CommandError, whole, writing
+from slime.cli.command import CommandError, writing
 from slime.config.seeds import derive_seed
 from slime.observability.files import replacing
 
@@ -39,20 +39,11 @@ def add_make_data(commands: Subparsers) -> None:
     data.add_argument(
         "--output-dir", type=Path, default=Path("data"), help="output folder (default: data)"
     )
-    data.add_argument(
-        "--seed",
-        type=whole(0, 2**63 - 1),
-        default=1,
-        help="seed for the held-out pairs and the order (default: 1)",
-    )
-    data.add_argument(
-        "--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)"
-    )
     data.set_defaults(run=_make)
 
 
 def _make(args: argparse.Namespace) -> None:
-    for path in make_products(args.output_dir, args.seed, args.held_out):
+    for path in make_products(args.output_dir):
         print(path)
 
 
@@ -80,41 +71,37 @@ def _init(args: argparse.Namespace) -> None:
     print(f"next: bash {script} --dry-run, then bash {script}")
 
 
-def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[Path, Path]:
+def make_products(output_dir: Path, seed: int = 1) -> tuple[Path, Path]:
     """Write ``products_train.jsonl`` and ``products_eval.jsonl``: "What is 3 times 4?" → "12".
 
-    The 81 ordered pairs of digits 1–9 are shuffled with the seed. ``held_out`` of them go to the
+    The 81 ordered pairs of digits 1–9 are shuffled with the seed. :data:`HELD_OUT` of them go to the
     evaluation file and the others to the training file, so the files have no pair in common.
 
     Args:
         output_dir: Output folder, which is created if necessary.
         seed: Random seed; the same seed always gives the same files.
-        held_out: Number of held-out pairs, 1 to 80.
 
     Returns:
         The paths of the training file and the evaluation file.
 
     Raises:
-        CommandError: ``held_out`` leaves one of the files empty, or the files cannot be written.
+        CommandError: The files cannot be written.
     """
     train, evaluation = (output_dir / f"products_{name}.jsonl" for name in ("train", "eval"))
     with writing(output_dir):
-        for path, rows in zip((train, evaluation), _products(seed, held_out), strict=True):
+        for path, rows in zip((train, evaluation), _products(seed), strict=True):
             with replacing(path) as temporary:
                 temporary.write_text(_lines(rows), encoding="utf-8")
     return train, evaluation
 
 
-def _products(seed: int = 1, held_out: int = HELD_OUT) -> tuple[list[Row], list[Row]]:
+def _products(seed: int = 1) -> tuple[list[Row], list[Row]]:
     """Return the rows of the training file and of the evaluation file."""
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
-    if not 1 <= held_out < len(pairs):
-        raise CommandError(
-            f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs"
-        )
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
-    rows = [_row(a, b, "times", a * b) for a, b in (*pairs[held_out:], *sorted(pairs[:held_out]))]
-    return rows[:-held_out], rows[-held_out:]
+    held_out = sorted(pairs[:HELD_OUT])
+    rows = [_row(a, b, "times", a * b) for a, b in (*pairs[HELD_OUT:], *held_out)]
+    return rows[:-HELD_OUT], rows[-HELD_OUT:]
 
 
 def _row(a: int, b: int, what: str, label: int) -> Row:

@@ -72,37 +72,27 @@ def add_summary(commands: Subparsers) -> None:
     parser = commands.add_parser("summary", help="print the final table of a run again")
     parser.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead")
-    parser.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     parser.set_defaults(run=summary)
 
 
 def summary(args: argparse.Namespace) -> None:
-    """Print the table of a run, or the figures as JSON, and draw the reward curve with ``--png``.
+    """Print the table of a run, or the figures as JSON.
 
     Raises:
-        CommandError: The folder is not the folder of a run, or matplotlib is needed but not
-            installed.
+        CommandError: The folder is not the folder of a run.
     """
     from rich.console import Console
 
     from slime.observability.metrics import MetricsError
     from slime.observability.run_dir import RunDir
 
-    from ..summary.charts import reward_curve_png
     from ..summary.figures import print_summary, summarize
 
     run_dir = RunDir(args.run_dir.resolve())
     try:
         figures = summarize(run_dir)
-        if args.png is not None:
-            with writing(f"--png {args.png}"):
-                reward_curve_png(args.png, figures)
     except MetricsError as error:
         raise CommandError(str(error)) from error
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"--png needs {error.name}: run pip install 'slime-rl[plots]'"
-        ) from error
     if args.json:
         print(json.dumps(figures, indent=2))
     else:

@@ -214,4 +214,5 @@ def _line(rank: int, operation: Operation | None) -> str:
 
 
 def _ranks(role: str, ranks: Sequence[int]) -> str:
-    return f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_SHOWN]))} of the {role}"
+    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
+    return f"Rank{'s' if len(ranks) > 1 else ''} {shown} of the {role}"

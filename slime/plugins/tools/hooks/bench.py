@@ -56,7 +56,8 @@ class Bench:
     """
 
     def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:
-        self.limit, self.tool_answer = limit, tool_answer
+        self.limit = limit
+        self.tool_answer = tool_answer
         # whether aborted samples are continued
         self.resumes = bool(args.partial_rollout) or is_fully_async(args)
         self.notes: list[str] = []
@@ -190,11 +191,9 @@ class Bench:
         text = texts[min(place, 2)] + " then" * max(place - 2, 0)
         response = self.encode(text) or [0]
         prompt = prompt_ids(GenerateState(self.args), sample) or [0]
-        sample.tokens, sample.response, sample.response_length = (
-            prompt + response,
-            text,
-            len(response),
-        )
+        sample.tokens = prompt + response
+        sample.response = text
+        sample.response_length = len(response)
         sample.rollout_log_probs = [-0.5] * len(response)
         sample.loss_mask = [1] * len(response)
         sample.weight_versions = ["0.0"]
@@ -419,7 +418,8 @@ class ScriptedEngine:
             "completion_tokens": len(ids),
             "output_token_logprobs": scored,
         }
-        answer["text"], answer["meta_info"] = text, answer["meta_info"] | meta
+        answer["text"] = text
+        answer["meta_info"] = answer["meta_info"] | meta
         if "output_ids" in answer:
             answer["output_ids"] = ids
         return answer

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Probe = Callable[[Bench, Hook], str]
 PAIR = 2
-_LOGGED = ("adds to the usual metrics", "replaces the usual metrics")
 
 
 def dynamic_filter(bench: Bench, fn: Hook) -> str:
@@ -90,7 +89,8 @@ def data_source(bench: Bench, fn: Hook) -> str:
     missing = [name for name in ("get_samples", "add_samples", "__len__") if not hasattr(fn, name)]
     if missing:
         raise wrong(fn, f"the class has no {', '.join(missing)}")
-    stateful, files = is_stateful(fn), has_files(fn)
+    stateful = is_stateful(fn)
+    files = has_files(fn)
     if not stateful and not files:
         raise wrong(
             fn,
@@ -150,7 +150,7 @@ def convert(bench: Bench, fn: Hook) -> str:
 
 
 def rollout_log(bench: Bench, fn: Hook) -> str:
-    return _LOGGED[bool(bench.call(fn, 0, bench.args, flatten(bench.answered()), {}, 1.0))]
+    return _logged(bench.call(fn, 0, bench.args, flatten(bench.answered()), {}, 1.0))
 
 
 def eval_log(bench: Bench, fn: Hook) -> str:
@@ -160,7 +160,11 @@ def eval_log(bench: Bench, fn: Hook) -> str:
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
-    return _LOGGED[bool(bench.call(fn, 0, bench.args, {"set": part}, {}))]
+    return _logged(bench.call(fn, 0, bench.args, {"set": part}, {}))
+
+
+def _logged(answer: object) -> str:
+    return "replaces the usual metrics" if answer else "adds to the usual metrics"
 
 
 def _rank_batch(bench: Bench) -> RankBatch:
@@ -185,7 +189,8 @@ def _rank_batch(bench: Bench) -> RankBatch:
         ]
 
     # No model has scored these samples, but every loss needs log-probs.
-    batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
+    batch["old_log_probs"] = draw(-3, -0.01)
+    batch["ref_log_probs"] = draw(-3, -0.01)
     batch["rollout_log_probs"] = [x + 0.01 for x in batch["old_log_probs"]]
     batch["rollout_id"] = 0
     if args.use_critic:

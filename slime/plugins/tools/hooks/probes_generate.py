@@ -39,7 +39,8 @@ def generate(bench: Bench, fn: Hook) -> str:
     words = "fn(args, sample, sampling_params)"
     given: tuple[object, ...] = (Sample(), request_params(args))
     if takes_list(fn):
-        words, given = "fn(args, samples, evaluation=…)", ([Sample()],)
+        words = "fn(args, samples, evaluation=…)"
+        given = ([Sample()],)
     check_signature(fn, words, args, *given, **supported_kwargs(fn, evaluation=False))
     whole_group = lambda: on_group(fn, GenerateState(args), flatten(bench.prompts()[0]))  # noqa: E731
     # a first call, so that imports and connections are not measured
@@ -266,9 +267,11 @@ def _check_count(fn: Hook, given: object, count: int) -> None:
 def _judge_rewards(
     bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: Sequence[object]
 ) -> str:
-    key, option = bench.args.reward_key, "--reward-key"
+    key = bench.args.reward_key
+    option = "--reward-key"
     if bench.evaluates and bench.args.eval_reward_key:
-        key, option = bench.args.eval_reward_key, "--eval-reward-key"
+        key = bench.args.eval_reward_key
+        option = "--eval-reward-key"
     # None is an abstention, if it does not come for every answer.
     values = []
     scored = [reward for reward in rewards if reward is not None]

@@ -276,7 +276,8 @@ def _sampled_tokens(
         far = float(np.abs(given[begin : begin + count] - theirs).sum())
         nearest[begin] = max(nearest.get(begin, (0, 0.0, [])), (count, -far, theirs))
     for begin, (count, _, theirs) in nearest.items():
-        sampled[begin : begin + count], scores[begin : begin + count] = True, theirs
+        sampled[begin : begin + count] = True
+        scores[begin : begin + count] = theirs
     # Of a function that sends texts, the text decides.
     sampled = sampled[-length:]
     scores = scores[-length:]

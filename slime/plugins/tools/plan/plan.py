@@ -203,7 +203,8 @@ def _remedy(run: Run, largest: str) -> str:
 
 def _extrapolated(run: Run) -> list[str]:
     """Say what about a run was never measured."""
-    model, kind = run.model, run.kind
+    model = run.model
+    kind = run.kind
     train = run.train
     rows: list[tuple[object, str]] = [
         (
@@ -213,7 +214,8 @@ def _extrapolated(run: Run) -> list[str]:
     ]
     # The layout, the kind of model and the options of the trainer.
     if train is not None:
-        layout, (dimensions, most) = train.layout, MEASURED[train.backend]
+        layout = train.layout
+        dimensions, most = MEASURED[train.backend]
         sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
         new = " ".join(
             f"{name.upper()}{size}"

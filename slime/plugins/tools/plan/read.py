@@ -112,11 +112,9 @@ def _train(args: Args, micro_batch: float | None) -> TrainSetup:
     layers = given.get("recompute_num_layers") if given.get("recompute_method") == "block" else None
     recomputed = int(layers or -1) if args.gradient_checkpointing else 0
     if args.train_backend == "megatron":
-        granularity = given.get("recompute_granularity") or (
-            "selective" * bool(given.get("recompute_activations"))
-        )
+        granularity = given.get("recompute_granularity")
         # attention's inside alone, of which FlashAttention keeps nothing
-        if granularity == "selective":
+        if granularity == "selective" or (not granularity and given.get("recompute_activations")):
             recomputed = 0
         elif recomputed > 0:  # so many in each stage
             recomputed *= layout.pp
@@ -179,15 +177,15 @@ def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
     return None
 
 
-def misfits(args: Args, asynchronous: bool = False, kind: GpuKind | None = None) -> list[str]:
-    """Say why a run may not fit on GPUs of a kind, by default this machine's. Empty if it fits, or
+def misfits(args: Args, asynchronous: bool = False) -> list[str]:
+    """Say why a run may not fit on this machine's GPUs. Empty if it fits, or
     if it is not known.
 
     It is not an error, because the estimate can be wrong by a tenth and does not include users'
     functions. The embedded engine sizes its cache by the memory that is free, so a run with it is
     not judged.
     """
-    kind = kind or installed_kind()
+    kind = installed_kind()
     if kind is None or (args.rollout_backend == "embedded" and not args.debug_train_only):
         return []
     run = read_run(args, kind, asynchronous)

@@ -179,7 +179,8 @@ def problems(run: RunDir) -> tuple[list[str], str]:
         for link in links(run, packages if isinstance(packages, dict) else {})
     }
     for step in sorted(known.keys() | now.keys(), key=str):
-        one, other = known.get(step, {}), now.get(step, {})
+        one = known.get(step, {})
+        other = now.get(step, {})
         where = "the run" if step is None else f"step {step}"
         for name in (other | one).keys() - {"step", "before", "hash"}:
             if one.get(name) != other.get(name):

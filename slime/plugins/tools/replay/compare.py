@@ -141,7 +141,7 @@ def page(result: Replayed) -> Iterator[str]:
     layout = layout_text(result.layout)
     ranks = result.layout.world_size
     yield (
-        f"step {result.step} again, on the {result.device}, {ranks} rank{'s' * (ranks > 1)}{layout}"
+        f"step {result.step} again, on the {result.device}, {ranks} rank{'s' if ranks > 1 else ''}{layout}"
     )
     through = (
         f", then {steps_text(result.start, result.step)} again"
@@ -263,5 +263,6 @@ def _of_loss(sample: SampleFacts) -> dict[str, torch.Tensor]:
     trainer, gradient = (torch.full((sample.response_length,), float("nan")) for _ in range(2))
     for part in sample.parts:
         if part.step == sample.parts[0].step:
-            trainer[part.index], gradient[part.index] = part.log_probs, part.gradient
+            trainer[part.index] = part.log_probs
+            gradient[part.index] = part.gradient
     return {"trainer": trainer, "dloss/dlogp": gradient}

@@ -193,4 +193,6 @@ def _resolved(value: object, directory: Path) -> Any:
     # A function is named by its file, which may be relative to where the run was started.
     file, colon, name = value.partition(".py:")
     place = os.path.join(directory, os.path.expanduser(f"{file}.py" if colon else value))
-    return f"{place}:{name}" * bool(colon) or place if os.path.exists(place) else value
+    if not os.path.exists(place):
+        return value
+    return f"{place}:{name}" if colon else place

@@ -118,7 +118,8 @@ def what_if(
         plain = replay_step(run, replace(wanted, change=None, tensors=folders[0]))
         other = replay_step(changed, replace(wanted, tensors=folders[1]))
         tensors = tuple(compare_folders(*folders))
-        before, after = dict(plain.values), dict(other.values)
+        before = dict(plain.values)
+        after = dict(other.values)
         names = [name for name in METRICS if name in before and name in after]
         if evaluates:
             scores = [evaluated(run, wanted.step, folder / AFTER) for folder in folders]
@@ -137,7 +138,8 @@ def compare_folders(plain: Path, changed: Path) -> Iterator[Difference]:
         yield from _by_layer(f"gradient of optimizer step {step}", load_file(file), after)
     updates = []
     for folder in (plain, changed):
-        start, end = load_file(folder / BEFORE), load_file(folder / AFTER)
+        start = load_file(folder / BEFORE)
+        end = load_file(folder / AFTER)
         updates.append({name: end[name].float() - start[name].float() for name in end})
     yield compare(updates[0], updates[1], "change of the weights")
 

@@ -311,7 +311,10 @@ def _row(
         report.problems.append(
             f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint"
         )
-    again.add((group, turn)) if turn else closed.add(group)
+    if turn:
+        again.add((group, turn))
+    else:
+        closed.add(group)
     report.counts[row["state"]] += 1
     report.beyond += 1
     if row["state"] == "trained":

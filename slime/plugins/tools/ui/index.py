@@ -328,7 +328,8 @@ def _labels(metadata: JsonValue) -> tuple[str | None, str | None]:
     """Return the data set of a sample, and its several rewards as JSON; None where it has none."""
     if not isinstance(metadata, dict):
         return None, None
-    source, parts = metadata.get("source_name"), metadata.get(PARTS_KEY)
+    source = metadata.get("source_name")
+    parts = metadata.get(PARTS_KEY)
     numbers = {
         name: number
         for name, value in (parts.items() if isinstance(parts, dict) else ())

@@ -52,8 +52,10 @@ class Run:
         and its settings, if a resume or a new run of this name has replaced them."""
         # A resume replaces the settings.
         if (configured := _modified(self.files.config)) != self._configured:
-            self._configured, self.settings = configured, read_settings(self.files.config)
-            self.index.settings, self.tokens = self.settings, TokenDumps(self.folder, self.settings)
+            self._configured = configured
+            self.settings = read_settings(self.files.config)
+            self.index.settings = self.settings
+            self.tokens = TokenDumps(self.folder, self.settings)
         self.series.refresh()
         self.loads.refresh()
         self.ledger.refresh()

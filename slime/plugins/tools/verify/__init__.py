@@ -246,7 +246,7 @@ def table(target: Target, result: Verified) -> Iterator[str]:
     layout = ", ".join(f"{name} {size}" for name, size in [*sizes.items(), ("data", target.data)])
     yield f"model: {result.small.description}"
     yield (
-        f"{target.backend} on {result.world_size} rank{'s' * (result.world_size > 1)} ({layout}) "
+        f"{target.backend} on {result.world_size} rank{'s' if result.world_size > 1 else ''} ({layout}) "
         "in float32"
     )
     yield f"{'check':<34}{'difference':>12}{'allowed':>12}"

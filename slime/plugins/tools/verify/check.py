@@ -62,7 +62,8 @@ def check_round_trip(expected: Mapping[str, Tensor], ranks: Sequence[Scores]) ->
     what = "weights round trip"
     for number, rank in enumerate(ranks):
         for name in {**expected, **rank.weights}:
-            theirs, mine = expected.get(name), rank.weights.get(name)
+            theirs = expected.get(name)
+            mine = rank.weights.get(name)
             far = math.inf
             if theirs is None:
                 note = "the checkpoint has no such tensor"

@@ -65,13 +65,16 @@ def _forward(
         return functions.rms_norm(x, layer.weight, layer.variance_epsilon)
 
     for layer in self.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         qkv = _linear(norm(hidden, layer.input_layernorm), attention.qkv_proj)
         sizes = [attention.q_size, attention.kv_size, attention.kv_size]
         q, k, v = (part.unflatten(-1, (-1, attention.head_dim)) for part in qkv.split(sizes, -1))
         if hasattr(attention, "q_norm"):
-            q, k = norm(q, attention.q_norm), norm(k, attention.k_norm)
-        q, k = functions.rotate(q, cos, sin), functions.rotate(k, cos, sin)
+            q = norm(q, attention.q_norm)
+            k = norm(k, attention.k_norm)
+        q = functions.rotate(q, cos, sin)
+        k = functions.rotate(k, cos, sin)
         hidden = hidden + _linear(attention.attn(q, k, v, forward_batch), attention.o_proj)
 
         gate_up = _linear(norm(hidden, layer.post_attention_layernorm), mlp.gate_up_proj)
@@ -96,13 +99,15 @@ class _Attention:
         save_kv_cache: bool = True,
         **_: object,
     ) -> Tensor:
-        pool, table = self.runner.token_to_kv_pool, self.runner.req_to_token_pool.req_to_token
+        pool = self.runner.token_to_kv_pool
+        table = self.runner.req_to_token_pool.req_to_token
         pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         # The same for all layers. A CUDA graph computes it again at each replay.
         if layer.layer_id == 0:
             self.spans = _spans(forward_batch, table.shape[1])
         spans, longest = self.spans
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        keys = pool.get_key_buffer(layer.layer_id)
+        values = pool.get_value_buffer(layer.layer_id)
         out = functions.attend(
             q, keys, values, spans, (longest, 0), layer.scaling, table=table.flatten()
         )
@@ -117,9 +122,11 @@ def _spans(forward_batch: ForwardBatch, width: int) -> tuple[Tensor, int]:
     """
     lengths = forward_batch.seq_lens
     if forward_batch.forward_mode.is_decode():
-        queries, longest = torch.ones_like(lengths), 1
+        queries = torch.ones_like(lengths)
+        longest = 1
     else:
-        queries, longest = forward_batch.extend_seq_lens, max(forward_batch.extend_seq_lens_cpu)
+        queries = forward_batch.extend_seq_lens
+        longest = max(forward_batch.extend_seq_lens_cpu)
     first_keys = forward_batch.req_pool_indices * width
     spans = torch.stack((queries.cumsum(0) - queries, queries, first_keys, lengths))
     return spans.long(), longest
