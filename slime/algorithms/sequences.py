@@ -65,7 +65,8 @@ def spread(per_sequence: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return for every token the value of its sequence, ``[n] -> [R]``."""
     import torch
 
-    repeats = torch.as_tensor(lengths, device=per_sequence.device, dtype=torch.int64)
+    # A copy with ``device=`` would wait for all kernels that are queued there.
+    repeats = torch.as_tensor(lengths).to(per_sequence.device, torch.int64, non_blocking=True)
     return per_sequence.repeat_interleave(repeats, output_size=sum(lengths))
 
 
@@ -132,7 +133,7 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
         batch, chunks, chunk_size
     )
     position = torch.arange(chunk_size, device=x.device)
-    distance = position[:, None] - position[None, :]
+    distance = position[:, None] - position
     # A closed form over the whole length would need powers of the factor that overflow. Within a
     # chunk the powers are small enough.
     # [source, target], source >= target

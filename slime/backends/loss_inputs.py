@@ -247,13 +247,12 @@ class TokenBatch:
         current = log_probs if log_probs is not None else values
         if device is None:
             device = "cpu" if current is None else current.device
-        picked = list(indices)
 
         def flat(key: str) -> Tensor | None:
             entry = batch.get(key)
             if entry is None:
                 return None
-            parts = [torch.as_tensor(entry[i]) for i in picked]
+            parts = [torch.as_tensor(entry[i]) for i in indices]
             if response_index is not None:
                 parts = [part[index] for part, index in zip(parts, response_index, strict=True)]
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
@@ -261,21 +260,21 @@ class TokenBatch:
         # Entries that the batch lacks stay None. The loss says which one it needs.
         loss_mask = flat("loss_masks")
         assert loss_mask is not None, "a rank batch always has loss_masks"
-        sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)
+        sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in indices])
         return cls(
-            response_lengths=[int(batch["response_lengths"][i]) for i in picked]
+            response_lengths=[int(batch["response_lengths"][i]) for i in indices]
             if response_index is None
             else [len(index) for index in response_index],
-            total_lengths=[int(batch["total_lengths"][i]) for i in picked],
+            total_lengths=[int(batch["total_lengths"][i]) for i in indices],
             loss_mask=loss_mask,
-            rollout_mask_sums=sums,
+            rollout_mask_sums=sums.to(device, non_blocking=True),
             log_probs=log_probs,
             entropy=entropy,
             values=values,
             logits=logits,
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
-            sample_entries=_sample_entries(batch, picked, response_index),
+            sample_entries=_sample_entries(batch, indices, response_index),
             **{name: flat(name) for name in LOSS_FIELDS},
         )
 

@@ -22,10 +22,12 @@ from fsdp_helpers import (
     whole_batch,
 )
 
+from slime.algorithms.sequences import spread
 from slime.backends.bank import WeightBank
 from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.loss_inputs import TokenBatch
 from slime.backends.train_loop import train_on_rollout
 from slime.engines.process import free_port
 
@@ -312,3 +314,17 @@ def test_sleep_and_a_snapshot_of_an_adapter_are_exact(llama: Path, tmp_path: Pat
     moments = first.optimizer.tensors(), second.optimizer.tensors()
     assert all(torch.equal(local(moments[0][name]), local(moments[1][name])) for name in moments[0])
     assert run(first, 1)["train/loss"] == pytest.approx(run(second, 1)["train/loss"], rel=1e-3)
+
+
+def test_the_inputs_of_the_loss_are_copied_without_waiting_for_the_gpu() -> None:
+    batch = whole_batch(make_samples())
+    lengths = batch["response_lengths"]
+    log_probs = torch.zeros(sum(lengths), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = TokenBatch.from_rank_batch(batch, range(len(lengths)), log_probs=log_probs)
+        per_token = spread(tokens.rollout_mask_sums, tokens.response_lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = torch.tensor(batch["rollout_mask_sums"]).repeat_interleave(torch.tensor(lengths))
+    assert torch.equal(per_token.cpu(), expected)

@@ -27,9 +27,9 @@ LIMITS = {
 
 TOKENS = {
     "agent": 116,
-    "algorithms": 7_208,
+    "algorithms": 7_206,
     "api": 10_402,
-    "backends": 42_691,
+    "backends": 42_690,
     "checkpoint": 8_278,
     "cli": 682,
     "cluster": 33_986,
