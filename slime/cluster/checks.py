@@ -91,14 +91,14 @@ def check_all(args: Args, asynchronous: bool = False) -> list[str]:
         partial(check_snapshots, asynchronous=asynchronous),
     )
     # Without its model, the other checks of a run would wait for the hub again.
-    if problems := _check_hub(_named_checkpoints(args)):
+    if problems := check_hub(_named_checkpoints(args)):
         return problems
     # A check may go on in another process until its problems are read.
     started = [check(args) for check in checks]
     return [problem for problems in started for problem in problems]
 
 
-def _check_hub(named: dict[str, str]) -> list[str]:
+def check_hub(named: dict[str, str]) -> list[str]:
     """Check that the hub gives each model that is not on this machine."""
     problems = []
     for option, path in named.items():

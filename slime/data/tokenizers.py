@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.hf_config import end_token_ids
+from slime.config.hf_config import end_token_ids, looks_like_hub_id
 from slime.config.process import ONE_AT_A_TIME
 from slime.data.plain_values import parse_json
 from slime.data.rows import DataError
@@ -396,14 +396,14 @@ def _resolve(
         raise FileNotFoundError(
             "no checkpoint is given to load a tokenizer from: set --hf-checkpoint"
         )
-    # Without trust, nothing is said about it, as in calls of users: both get the same object.
-    options = tuple(sorted({**kwargs, **({"trust_remote_code": True} if trust else {})}.items()))
+    # Always said, since transformers asks in the terminal where it is not.
+    options = tuple(sorted({**kwargs, "trust_remote_code": trust}.items()))
     # A folder first: a hub id may also be the name of a folder here.
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder), True, options
     # A hub id is "name" or "owner/name".
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if "/" in name and not looks_like_hub_id(name):
         raise FileNotFoundError(
             f"checkpoint folder {name} does not exist (looked for {folder.absolute()})"
         )

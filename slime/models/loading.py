@@ -235,16 +235,17 @@ def check_checkpoint(
         config = plain_config(load_hf_config(folder, trust_remote_code))
     # a wrong file can raise anything in transformers or in the model's own code
     except Exception as error:
-        what = f"transformers cannot read {folder / 'config.json'}"
-        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"transformers cannot read {folder / 'config.json'}: {type(error).__name__}: "
+            f"{str(error).replace('the argument `trust_remote_code=True`', '--trust-remote-code')}"
+        ) from error
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(headers):
         # Also without memory for their weights, billions of layers would be built until the machine
         # has none left.
-        file = folder / "config.json"
-        many = f"{len(headers)} tensors"
         raise ModelError(
-            f"{file} says num_hidden_layers {layers}, but the checkpoint has only {many}"
+            f"{folder / 'config.json'} says num_hidden_layers {layers}, but the checkpoint has only "
+            f"{len(headers)} tensors"
         )
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)

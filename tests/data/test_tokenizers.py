@@ -104,6 +104,30 @@ def test_whatever_is_not_in_the_table_is_left_to_autotokenizer(
     assert load_tokenizer(folder) == "theirs" and asked == [str(folder)]
 
 
+def test_code_of_a_checkpoint_is_refused_and_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers is not told, it asks in the terminal, and only its own call would hear
+    the answer.
+    """
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    code = {"auto_map": {"AutoTokenizer": [None, "tokenization_x.X"]}}
+    folder = folder_of(tmp_path / "model", "of_its_own", "XTokenizer", **code)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_tokenizer(folder)
+    assert not asked
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="models/techer does not exist"):
+        load_tokenizer("models/techer")
+
+
 @pytest.mark.real
 def test_neither_torch_nor_modeling_code_is_imported_for_it(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "llama", "PreTrainedTokenizerFast")

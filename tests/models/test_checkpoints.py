@@ -47,6 +47,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama_config(), tmp_path_factory.mktemp("sharded"), max_shard_size="20KB")
 
 
+def test_code_of_a_checkpoint_needs_the_flag(llama: Path, tmp_path: Path) -> None:
+    code = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+    folder = rewrite(
+        llama, tmp_path / "own", read_tensors(llama), model_type="of_its_own", auto_map=code
+    )
+    with pytest.raises(ModelError, match="pass --trust-remote-code"):
+        check_checkpoint(folder)
+
+
 def load(folder: Path) -> Any:
     return load_hf_model(folder, torch.float32, "cpu")
 

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.plugins.rewards.ifbench_checks import CHECKERS, follows, instructions_problem
-from slime.plugins.rewards.ifbench_checks.registry import NEEDS, enclosed, sentences, tokens, words
+from slime.plugins.rewards.ifbench_checks import follows
+from slime.plugins.rewards.ifbench_checks.registry import (
+    CHECKERS,
+    NEEDS,
+    enclosed,
+    instructions_problem,
+    sentences,
+    tokens,
+    words,
+)
 
 PALINDROMES = "level radar civic kayak madam refer rotor tenet solos"
 FIVE_KEYWORDS = {

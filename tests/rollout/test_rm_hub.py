@@ -24,7 +24,7 @@ from slime.data.sample import Sample
 from slime.plugins.rewards.answers import as_number, last_number, normalize_math
 from slime.plugins.rewards.gpqa import extract_letter
 from slime.plugins.rewards.math import dapo_reward
-from slime.plugins.rewards.servers import judge_text
+from slime.plugins.rewards.servers import check_server, judge_text
 from slime.plugins.rewards.simple import f1_score
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import (
@@ -687,7 +687,17 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
     async with RewardServer(failures=99, status=422) as server:
         assert "422" in await raised(arguments("remote_rm", rm_url=server.url))
         assert len(server.calls) == 1, "a refusal is not tried again"
-    assert "--rm-url" in await raised(arguments("remote_rm", rm_url=None))
+
+
+async def test_a_reward_server_that_is_away_is_told_before_the_start():
+    async with RewardServer() as server:
+        args = arguments("remote_rm", rm_url=server.url)
+        assert check_server(args) == [] and args.notices == []
+    args = arguments("remote_rm", rm_url=server.url)
+    assert check_server in registry.called_for("check", args)
+    assert check_server(args) == [], "it may be started after the run"
+    (told,) = args.notices
+    assert server.url in told and "no server answers" in told
 
 
 async def test_remote_rm_that_fails_on_one_sample_alone_marks_it(quick_retries, monkeypatch):

@@ -131,6 +131,7 @@ def check(args: Args) -> list[str]:
     """Return what does not fit distillation, and is no row of ``rules.json``: the template, the file
     of the teachers, or a tokenizer that is not the student's.
     """
+    from slime.cluster.checks import check_hub
     from slime.data.tokenizers import load_tokenizer
 
     if args.loss_type != "distill":
@@ -158,6 +159,9 @@ def check(args: Args) -> list[str]:
     for row in rows:
         if row.path == args.hf_checkpoint or row.served:
             continue
+        if absent := check_hub({"--distill-teacher": row.path}):
+            problems += absent
+            continue
         try:
             other = load_tokenizer(row.path, args.trust_remote_code).get_vocab()
         except (OSError, ValueError) as error:
@@ -167,19 +171,12 @@ def check(args: Args) -> list[str]:
         if differing or len(other) != len(own):
             problems.append(
                 f"--distill-teacher {row.path}: its tokenizer is not that of --hf-checkpoint "
-                f"{args.hf_checkpoint} ({_difference(own, other, differing)}), and distributions over "
-                "different tokens cannot be compared: take a teacher of the student's family, or let "
-                "it write answers and train on them (--loss-type sft_loss)"
+                f"{args.hf_checkpoint} ({len(differing)} of the student's {len(own)} tokens differ, and it "
+                f"has {len(other)}), and distributions over different tokens cannot be compared: "
+                "take a teacher of the student's family, or let it write answers and train on them "
+                "(--loss-type sft_loss)"
             )
     return problems
-
-
-def _difference(own: Mapping[str, int], other: Mapping[str, int], differing: list[str]) -> str:
-    if not differing:
-        return f"it has {len(other)} tokens, the student's {len(own)}"
-    word = min(differing, key=own.__getitem__)
-    there = f"token {other[word]}" if word in other else "no token"
-    return f"{word!r} is token {own[word]} of the student, and {there} of the teacher"
 
 
 def parts() -> None:

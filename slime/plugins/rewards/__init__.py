@@ -132,4 +132,5 @@ def parts() -> None:
     for name, place in _REWARDS.items():
         register("reward", name, f"slime.plugins.rewards.{place}")
     register("reward", "code", "slime.plugins.rewards.code:CODE", flags=CodeFlags)
+    register("check", "rm_url", "slime.plugins.rewards.servers:check_server", when=("rm_url",))
     register("resolver", "rubric", resolve, flags=RubricFlags)

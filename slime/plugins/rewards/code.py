@@ -60,13 +60,12 @@ async def code_reward(args: Args, sample: Sample) -> float | None:
     except BadTests as error:
         raise ValueError(f"reward type code: sample {sample.index}: {error}") from error
     try:
-        isolation: Isolation = "full" if args.code_isolation == "full" else "process"
         box = await asyncio.to_thread(
             sandbox,
             args.code_timeout,
             args.code_memory_mb,
             args.reward_workers or default_workers(),
-            isolation,
+            args.code_isolation,
         )
         outcome = await try_code(
             box, tests, program_of(sample.response), math.ceil(args.code_timeout)
@@ -137,17 +136,15 @@ async def try_code(box: Sandbox, tests: CodeTests, code: str, cpu_seconds: int) 
 async def _try(box: Sandbox, trial: Trial) -> Outcome | None:
     for _ in range(_TRIES):
         # A program that was killed from outside says nothing about the answer.
-        results = await (
-            box.run_pair(trial.tests, trial.program) if trial.tests else _alone(box, trial.program)
+        results = (
+            await box.run_pair(trial.tests, trial.program)
+            if trial.tests
+            else (await box.run(trial.program),)
         )
         if not any(result.status == "killed" and result.exit_code in _KILLED for result in results):
             # The tests decide. Why a program ended before them is in its own result.
             return _outcome(results[0] if results[0].ok or results[-1].ok else results[-1], trial)
     return None
-
-
-async def _alone(box: Sandbox, program: str) -> tuple[Result]:
-    return (await box.run(program),)
 
 
 def _outcome(result: Result, trial: Trial) -> Outcome:
@@ -177,9 +174,8 @@ def unreadable(label: object, metadata: Mapping[str, object]) -> str | None:
 
 def _check(flags: CodeFlags) -> list[str]:
     """Try out the sandbox on this machine."""
-    isolation: Isolation = "full" if flags.code_isolation == "full" else "process"
     try:
-        sandbox(flags.code_timeout, flags.code_memory_mb, 1, isolation)
+        sandbox(flags.code_timeout, flags.code_memory_mb, 1, flags.code_isolation)
     except SandboxUnavailable as error:
         return [f"--rm-type code: {error} (--code-isolation process)"]
     return []

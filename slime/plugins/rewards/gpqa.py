@@ -223,12 +223,9 @@ def correct_letter(label: object, metadata: Mapping[str, object], letters: str) 
     text.
     """
     for value in (metadata.get("correct_letter"), label):
-        if (
-            isinstance(value, str)
-            and len(value.strip().strip("()")) == 1
-            and value.strip().strip("()").upper() in letters
-        ):
-            return value.strip().strip("()").upper()
+        letter = value.strip().strip("()").upper() if isinstance(value, str) else ""
+        if len(letter) == 1 and letter in letters:
+            return letter
     named = metadata.get("correct_answer") or metadata.get("answer_text")
     text = named or label
     texts = _choice_texts(metadata, letters).items() if isinstance(text, str) else ()

@@ -86,13 +86,10 @@ async def math_reward(args: RewardConfig, sample: Sample) -> float | None:
 
 async def deepscaler_reward(args: RewardConfig, sample: Sample) -> float | None:
     """Reward type ``deepscaler``. None if the verifier gave no result."""
-    tail = answer_after_reasoning(sample.response)
-    boxed = None if tail is None else last_boxed(tail)
-    return (
-        0.0
-        if boxed is None
-        else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
-    )
+    boxed = last_boxed(answer_after_reasoning(sample.response) or "")
+    if boxed is None:
+        return 0.0
+    return await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
 
 
 async def _compare(reward: RewardConfig, sample: Sample, gold: str, answer: str) -> float | None:

@@ -26,6 +26,7 @@ import logging
 import math
 import random
 import re
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.data.sample import Message, Sample
-from slime.engines.http import post
+from slime.engines.http import HttpError, post, request
 from slime.rollout.ends import spoken
 from slime.rollout.prompts import encode
 from slime.rollout.rm_hub.outcome import mark_unscored
@@ -56,19 +57,13 @@ FIRST_REPORT = 10.0  # seconds after which an outage is reported; doubled after 
 
 
 async def remote_rm_reward(args: Args, sample: Sample) -> Any:
-    """Score one sample; see :func:`ask`.
-
-    Raises:
-        ValueError: ``--rm-url`` is not set.
-    """
-    if not args.rm_url:
-        raise ValueError("--rm-type remote_rm needs --rm-url, the address of the reward server")
+    """Score one sample; see :func:`ask`."""
     payload: dict[str, object] = {
         "prompt": sample.prompt,
         "response": sample.response,
         "label": sample.label,
     }
-    return await ask(sample, args.rm_url, payload, args.reward_timeout, args.phase_timeout)
+    return await ask(sample, args.rm_url or "", payload, args.reward_timeout, args.phase_timeout)
 
 
 async def ask(
@@ -89,8 +84,6 @@ async def ask(
         HttpError: The server refused the request.
         RuntimeError: The server was unavailable for too long.
     """
-    from slime.engines.http import HttpError, request
-
     server = _servers.setdefault(url, _Server(url))
     begun = time.monotonic()
     pause = FIRST_PAUSE
@@ -165,9 +158,9 @@ class _Server:
                 "for a server that has replied before, the limit is --phase-timeout); the last "
                 f"error: {error}"
             ) from error
-        if now - self._away_since >= self._next_report:
+        away = now - self._away_since
+        if away >= self._next_report:
             self._next_report *= 2
-            away = now - self._away_since
             logger.warning(
                 "waiting for the reward server %s, which has failed for %.0f s: %s",
                 self.url,
@@ -177,6 +170,19 @@ class _Server:
 
 
 _servers: dict[str, _Server] = {}
+
+
+def check_server(args: Args) -> list[str]:
+    """Note that nothing listens at ``--rm-url``, where the server may be started after the run."""
+    try:
+        address = urlsplit(args.rm_url or "")
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=2.0).close()
+    except (OSError, ValueError) as error:  # a ValueError: there is no such port or name
+        args.notices.append(
+            f"--rm-url {args.rm_url}: no server answers there ({error}); rewards will wait for it"
+        )
+    return []
 
 
 REMOTE_RM = Reward(remote_rm_reward, reads_reasoning=True, own_answer=None)
@@ -234,9 +240,9 @@ async def judge_group(
 
 
 async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
-    tokenizer, ids = _judge_tokens(judge)
+    texts, ids = _judge_tokens(judge, samples)
     body = {
-        "input_ids": [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples],
+        "input_ids": texts,
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [list(ids)] * len(samples),
@@ -253,8 +259,7 @@ async def _generate(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
 
 
 async def _v1_score(judge: _Judge, samples: Sequence[Sample]) -> list[float]:
-    tokenizer, ids = _judge_tokens(judge)
-    texts = [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples]
+    texts, ids = _judge_tokens(judge, samples)
     body = {
         "query": [],
         "items": texts,
@@ -300,14 +305,18 @@ def _tokenizer(judge: _Judge) -> Tokenizer:
     return load_tokenizer(judge.model)
 
 
-def _judge_tokens(judge: _Judge) -> tuple[Tokenizer, tuple[int, int]]:
+def _judge_tokens(
+    judge: _Judge, samples: Sequence[Sample]
+) -> tuple[list[list[int]], tuple[int, int]]:
+    """Return what the judge is asked for each sample, and Yes and No, as token ids."""
     tokenizer = _tokenizer(judge)
     yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
         raise ValueError(
             f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token"
         )
-    return tokenizer, (yes, no)
+    texts = [encode(tokenizer, judge_text(judge.template, sample)) for sample in samples]
+    return texts, (yes, no)
 
 
 def judge_text(template: str, sample: Sample) -> str:

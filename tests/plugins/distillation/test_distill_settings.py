@@ -11,6 +11,7 @@ import pytest
 
 from slime.config.args import Args
 from slime.data.sample import Sample
+from slime.models.shards import ModelError
 from slime.plugins.distillation import (
     EACH,
     GROUPS,
@@ -82,9 +83,18 @@ def test_a_teacher_with_another_tokenizer_is_refused(model: Path, tmp_path: Path
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     file.write_text(json.dumps(content))
     (problem,) = check(run_args(model, distill_teacher=str(other)))
-    assert "its tokenizer is not that of" in problem and "of the student" in problem
+    assert "its tokenizer is not that of" in problem and "2 of the student's" in problem
     same = make_tokenizer(tmp_path / "same")
     assert check(run_args(model, distill_teacher=str(same))) == []
+
+
+def test_a_teacher_that_the_hub_does_not_give(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModelError(f"{name} is not on this machine")
+
+    monkeypatch.setattr("slime.cluster.checks.require_hub", absent)
+    problems = check(run_args(model, distill_teacher="nobody/teacher"))
+    assert problems == ["--distill-teacher: nobody/teacher is not on this machine"]
 
 
 def test_the_file_of_teachers(tmp_path: Path) -> None:

@@ -22,10 +22,7 @@ from slime.rollout.rm_hub.outcome import verify
 from slime.rollout.rm_hub.reward import Reward
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
-
-
-__all__ = ["CHECKERS", "arguments", "follows", "instructions_problem"]
+    from slime.config.data import RewardConfig
 
 
 def follows(response: str, instruction_id: str, kwargs: dict[str, object] | None) -> bool:
@@ -70,7 +67,7 @@ def unreadable(metadata: Mapping[str, object]) -> str | None:
     return None if problem is None else f"{problem}; {_ALTERNATIVES}"
 
 
-async def ifbench_reward(args: Args, sample: Sample) -> float | None:
+async def ifbench_reward(args: RewardConfig, sample: Sample) -> float | None:
     """Score one sample by ``instruction_id_list``, ``kwargs`` and (optional) ``prompt_text`` of its
     metadata.
 

@@ -211,7 +211,7 @@ def check_folder(folder: Path, what: str, advice: str = "") -> Path:
     """
     folder = folder.expanduser()
     if not folder.is_dir():
-        raise CommandError(f"{what} does not exist")
+        raise CommandError(f"{what} does not exist; hf download fetches other models of the hub")
     wanted = {
         "config.json": ["config.json"],
         "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
