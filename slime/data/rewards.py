@@ -184,8 +184,8 @@ def trained_reward(reward: RewardConfig, sample: Sample) -> float:
     value: SupportsFloat | dict[str, object] | None = sample.get_reward_value(reward)
     if isinstance(value, dict):
         raise ValueError(
-            f"the reward of sample {sample.index} is {value}: name the entry to train with "
-            "--reward-key"
+            f"the reward of sample {sample.index} is {value}: name the entry with the number to train "
+            "with --reward-key"
         )
     if value is None:
         raise ValueError(

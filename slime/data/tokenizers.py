@@ -402,9 +402,9 @@ def _resolve(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder), True, options
-    # A hub id is "name" or "owner/name".
-    if "/" in name and not looks_like_hub_id(name):
+    if not looks_like_hub_id(name):
         raise FileNotFoundError(
-            f"checkpoint folder {name} does not exist (looked for {folder.absolute()})"
+            f"checkpoint folder {name} does not exist (looked for {folder.absolute()}), and the name "
+            "is no hub id (owner/model)"
         )
     return name, False, options

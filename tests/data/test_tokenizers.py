@@ -119,13 +119,14 @@ def test_code_of_a_checkpoint_is_refused_and_not_asked_for(
     assert not asked
 
 
+@pytest.mark.parametrize("name", ["models/techer", "techer", "./techer", "a/b/techer"])
 def test_a_mistyped_folder_is_not_looked_for_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="models/techer does not exist"):
-        load_tokenizer("models/techer")
+    with pytest.raises(FileNotFoundError, match=f"{name} does not exist"):
+        load_tokenizer(name)
 
 
 @pytest.mark.real

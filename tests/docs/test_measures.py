@@ -34,7 +34,7 @@ TOKENS = {
     "cli": 682,
     "cluster": 33_986,
     "config": 29_373,
-    "data": 39_300,
+    "data": 39_297,
     "engines": 15_307,
     "environments": 43,
     "models": 38_879,
