@@ -192,11 +192,13 @@ def _adapt_fields(fields: dict[str, Any], settings: Settings) -> None:
     # Experts: no auxiliary loss, which RL does not use, and no bias updates unless a flag asks for
     # them.
     if settings.get("num_experts"):
-        fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-        fields.pop("moe_router_bias_update_rate", None)
-        fields["moe_router_bias_update_rate"] = float(
-            settings.get("moe_router_bias_update_rate") or 0.0
-        )
+        fields |= {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": float(
+                settings.get("moe_router_bias_update_rate") or 0.0
+            ),
+        }
     fields.pop("experimental_attention_variant", None)
     if settings.get("multi_latent_attention"):
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 import warnings
@@ -12,7 +11,7 @@ from pathlib import Path
 from slime.config.machine import version_of
 from slime.plugins.megatron.flags import installed_core, prefer_installed_core
 
-SUPPORTED = ("0.16",)
+SUPPORTED = "0.16."
 
 
 class MegatronError(RuntimeError):
@@ -36,14 +35,7 @@ def prepare() -> str:
         )
     if not version.startswith(SUPPORTED):
         raise MegatronError(
-            f"megatron-core {version} is installed: install {', '.join(SUPPORTED)}.x, which is "
-            "tested"
-        )
-    if importlib.util.find_spec("psutil") is None:
-        # megatron-core does not declare this dependency, and without it dist_checkpointing.save
-        # waits forever.
-        raise MegatronError(
-            "megatron-core writes checkpoints with psutil, which is missing: pip install psutil"
+            f"megatron-core {version} is installed: install {SUPPORTED}x, which is tested"
         )
     # Its layers rely on kernels that start in the order of their launch. CUDA reads this when it is
     # initialized.

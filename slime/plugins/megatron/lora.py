@@ -19,9 +19,7 @@ from slime.backends.trainable import (
 )
 from slime.models.lora import LoraSettings, choose_layers, initial_factor, merged, shortest_targets
 from slime.models.peft_files import Factors
-from slime.plugins.megatron.core import MegatronError
 from slime.plugins.megatron.experts import GroupedExperts
-from slime.plugins.megatron.flags import adapter_problems
 from slime.plugins.megatron.lora_experts import (
     ExpertPair,
     LoraExperts,
@@ -45,6 +43,8 @@ from slime.plugins.megatron.mixers import PackedDeltaNet
 from slime.plugins.megatron.model import PolicyModel
 from slime.plugins.megatron.weights import Held, ModelWeights, gather, global_name, who_holds
 
+Shapes = tuple[tuple[int, int], tuple[int, int]]
+"""Those of the factors A and B of a layer."""
 _IN_DELTA_NET = r"self_attention\.weights\.(in_proj_\w+|out_proj)"
 _LINEAR = re.compile(
     rf"^decoder\.layers\.\d+\.(.*\.linear_(qkv|proj|fc1|fc2)\.weight|{_IN_DELTA_NET})$"
@@ -94,16 +94,8 @@ class ModelAdapters:
         self.linears += of_experts
         self.names = chosen + of_experts
         self._chosen = frozenset(chosen)
-        # The shapes of whole factors, by which stored ones are checked before anything is frozen.
-        self.shapes = {
-            name: shapes
-            for entry in entries
-            for name, shapes in self._shapes(entry, weights.held)
-            if name in self._chosen
-        }
-        for megatron, x in self.experts.items():
-            shapes = x.shapes(weights.held[megatron].shape, settings.rank)
-            self.shapes |= dict.fromkeys(x.all_names(), shapes)
+        # By the shapes of whole factors, stored ones are checked before anything is frozen.
+        self.shapes = self._all_shapes(entries, weights.held)
         self._stored = stored_factors(load, self.shapes)
         # Everything but the head of a critic is frozen. Then each layer becomes one with factors of
         # its own.
@@ -129,9 +121,20 @@ class ModelAdapters:
         }
         self.held = who_holds(self.local)
 
-    def _shapes(
-        self, entry: Entry, held: dict[str, Held]
-    ) -> Iterator[tuple[str, tuple[tuple[int, int], tuple[int, int]]]]:
+    def _all_shapes(self, entries: Sequence[Entry], held: dict[str, Held]) -> dict[str, Shapes]:
+        """Return the shapes of the whole factors by the names of their layers."""
+        shapes = {
+            name: both
+            for entry in entries
+            for name, both in self._shapes(entry, held)
+            if name in self._chosen
+        }
+        for megatron, x in self.experts.items():
+            both = x.shapes(held[megatron].shape, self.settings.rank)
+            shapes |= dict.fromkeys(x.all_names(), both)
+        return shapes
+
+    def _shapes(self, entry: Entry, held: dict[str, Held]) -> Iterator[tuple[str, Shapes]]:
         """Yield the names of the projections in a weight, and the shapes of the whole factors."""
         tp = mpu.get_tensor_model_parallel_world_size()
         rank = self.settings.rank
@@ -310,9 +313,3 @@ def _groups(entry: Entry) -> int:
     if not isinstance(entry.layout, QueryKeyValue):
         return 1
     return entry.layout.groups // mpu.get_tensor_model_parallel_world_size()
-
-
-def require_support(config: dict[str, object], tensor_parallel: int) -> None:
-    """Raise MegatronError if the model of a config.json cannot have adapters in this layout."""
-    if problems := adapter_problems(config, tensor_parallel):
-        raise MegatronError("; ".join(problems))

@@ -32,8 +32,7 @@ def content(states: list[dict[str, Tensor]], folder: Path) -> Content:
 
     This is a collective operation. Of the ranks with the same parameters, only one writes.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if gather_objects(_place()).index(_place()) != rank:
+    if gather_objects(_place()).index(_place()) != dist.get_rank():
         return {}
     return {folder / f"weights_{_place()}.pt": [_copied(state) for state in states]}
 

@@ -23,7 +23,8 @@ from slime.models.loading import check_checkpoint
 from slime.plugins.megatron import rank_files, rotary
 from slime.plugins.megatron.config import ddp_config, merged_settings, transformer_config
 from slime.plugins.megatron.core import MegatronError
-from slime.plugins.megatron.lora import ModelAdapters, require_support
+from slime.plugins.megatron.flags import adapter_problems
+from slime.plugins.megatron.lora import ModelAdapters
 from slime.plugins.megatron.maps.family import family_of, moe_layers, not_divided, text_config
 from slime.plugins.megatron.megatron_lm import read_megatron_lm
 from slime.plugins.megatron.mixers import Indexers, delta_nets
@@ -65,21 +66,27 @@ class TrainedModel:
         )
         self.config = transformer_config(args, self.settings, layout, device)
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
-        seed = derive_seed(args.seed, "value head")
         nets = delta_nets(self.hf_config, self.family, self.settings)
         types = self.settings.get("indexer_types")
         indexers = Indexers(self.hf_config, types) if types else None
         self.has_state = nets is not None
-        of = None if self.config.multi_latent_attention else self.hf_config
-        frequencies = (
-            (rotary.scaled_frequencies(of), rotary.window_frequencies(of)) if of else (None, None)
-        )
+        latent = self.config.multi_latent_attention
+        scaled = None if latent else rotary.scaled_frequencies(self.hf_config)
+        windowed = None if latent else rotary.window_frequencies(self.hf_config)
         loss = registered_loss(args)
         self.valued = role == "critic" or (loss is not None and loss.scores_responses)
         # One model chunk, or several with interleaved pipelines. They have no values yet.
         models = [
             build_chunk(
-                self.config, self.settings, self.valued, stage, seed, *frequencies, nets, indexers
+                self.config,
+                self.settings,
+                self.valued,
+                stage,
+                derive_seed(args.seed, "value head"),
+                scaled,
+                windowed,
+                nets,
+                indexers,
             )
             for stage in stages
         ]
@@ -89,44 +96,51 @@ class TrainedModel:
         # room only for parameters that are trained.
         self.initial = InitialWeights.of(args, args.hf_checkpoint)
         self.read_weights(self.initial.path(megatron=True))
+        self._freeze(models)
+        # Adapters are added after the base is read, and freeze it.
+        self.adapters = self._added_adapters(models)
+        # Routing replay hooks the routers of the plain modules, before the gradient buffers wrap
+        # them.
+        self.routing: RoutingReplay | None = None
+        if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
+            self.routing = RoutingReplay(
+                models,
+                moe_layers(self.settings),
+                self.config.sequence_parallel,
+                bool(args.use_rollout_routing_replay),
+            )
+        self._wrap(models)
+
+    def _freeze(self, models: list[PolicyModel]) -> None:
+        """Freeze what the flags leave out of training."""
+        args = self.args
         names = self.weights.hf_names
-        held = [
-            (x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)
-        ]
-        patterns = args.only_train_params_name_list, args.freeze_params_name_list
         select_trainable(
-            held,
+            [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)],
             self.weights.all_hf_names(),
-            *patterns,
+            args.only_train_params_name_list,
+            args.freeze_params_name_list,
             "output_layer." if self.valued else None,
         )
-        for chunk in models:
-            freeze_untrained(chunk)
-        # Adapters are added after the base is read, and freeze it.
+        for model in models:
+            freeze_untrained(model)
+
+    def _added_adapters(self, models: list[PolicyModel]) -> ModelAdapters | None:
+        """Add the adapters that the flags ask for; None without any."""
+        args = self.args
         lora = lora_settings(args)
-        self.adapters: ModelAdapters | None = None
-        if lora is not None:
-            require_support(self.hf_config.to_dict(), layout.tp)
-            load = args.load if role == "actor" else None
-            self.adapters = ModelAdapters(models, self.weights, lora, args.seed, load)
         if lora is not None or self.config.recompute_granularity is not None:
             # Megatron's checkpoints pass no gradient to their layers if the input has none, and its
             # schedules then skip the backward pass of a stage.
             for model in models:
                 if model.pre_process:
                     model.embedding.register_forward_hook(with_gradient)
-        # Routing replay hooks the routers of the plain modules, before the gradient buffers wrap
-        # them.
-        self.routing: RoutingReplay | None = None
-        if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
-            with_experts = moe_layers(self.settings)
-            self.routing = RoutingReplay(
-                models,
-                with_experts,
-                self.config.sequence_parallel,
-                bool(args.use_rollout_routing_replay),
-            )
-        self._wrap(models)
+        if lora is None:
+            return None
+        if problems := adapter_problems(self.hf_config.to_dict(), self.layout.tp):
+            raise MegatronError("; ".join(problems))
+        load = args.load if self.role == "actor" else None
+        return ModelAdapters(models, self.weights, lora, args.seed, load)
 
     def _wrap(self, models: list[PolicyModel]) -> None:
         """Give the model chunks Megatron's gradient buffers, and set how its schedules sum

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.cli.command import CommandError
 from slime.cluster.placement import thread_environment
 from slime.config.hooks import SAFE_PATH
 from slime.config.process import import_environment, module_command
@@ -26,7 +27,7 @@ LOG_LINES = 25
 TASK = "task.pkl"
 
 
-class RankError(RuntimeError):
+class RankError(CommandError):
     """A rank ended with an error, or took too long. The message is that of slime's own error, or
     the end of its log.
     """

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.cli.command import CommandError
 from slime.config.algorithm import algorithm_class, check_estimator, loading_problem
 from slime.config.args import Args
 from slime.config.machine import Machine
@@ -38,7 +39,7 @@ CORRECTIONS = ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs", "keep_
 """Flags with which the user says how older samples are corrected."""
 
 
-class CheckAlgoError(ValueError):
+class CheckAlgoError(CommandError):
     """Raised if the estimator cannot be loaded, or its flags contradict each other."""
 
 

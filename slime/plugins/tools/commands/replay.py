@@ -66,14 +66,11 @@ def reading() -> Iterator[None]:
     from slime.config.hooks import SAFE_PATH
     from slime.observability.debug_data import DebugDataError
 
-    from ..local_ranks import RankError
-    from ..replay import ReplayError
-
     added = SAFE_PATH.keys() - os.environ.keys()
     os.environ.update(SAFE_PATH)  # also for the processes that libraries start
     try:
         yield
-    except (ReplayError, RankError, DebugDataError) as error:
+    except DebugDataError as error:
         raise CommandError(str(error)) from error
     finally:
         for name in added:

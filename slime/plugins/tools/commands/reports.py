@@ -57,12 +57,9 @@ def diagnosis(args: argparse.Namespace) -> int:
     """
     from ..doctor import diagnose, page
     from ..doctor.evidence import stacks
-    from ..doctor.facts import NoRun, read_facts
+    from ..doctor.facts import read_facts
 
-    try:
-        facts = read_facts(args.run_dir.resolve(), stacks)
-    except NoRun as error:
-        raise CommandError(str(error)) from error
+    facts = read_facts(args.run_dir.resolve(), stacks)
     findings = diagnose(facts)
     print_report(args.json, [*map(asdict, findings)], page(facts, findings))
     return int(any(not finding.hint for finding in findings))
@@ -277,12 +274,9 @@ def ui(args: argparse.Namespace) -> None:
     """
     from slime.config.machine import cache_folder
 
-    from ..ui.runs import NoRuns, Runs
+    from ..ui.runs import Runs
 
-    try:
-        runs = Runs(args.runs, cache_folder("ui"))
-    except NoRuns as error:
-        raise CommandError(str(error)) from error
+    runs = Runs(args.runs, cache_folder("ui"))
     try:
         if args.export is not None:
             _write(runs, args.export, args.export_steps, args.export_samples)

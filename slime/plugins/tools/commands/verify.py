@@ -144,14 +144,12 @@ def verify_model(target: Target, as_json: bool = False) -> int:
 
     from slime.engines.process import ServerFailed
 
-    from ..local_ranks import RankError
     from ..verify import table, verify
-    from ..verify.small import VerifyError
 
     transformers_logging.disable_progress_bar()
     try:
         result = verify(target)
-    except (VerifyError, RankError, ServerFailed) as error:
+    except ServerFailed as error:
         raise CommandError(str(error)) from error
     facts = asdict(result) | {"good": result.good}
     for check in facts["checks"]:
@@ -179,11 +177,8 @@ def add_check_algo(commands: Subparsers) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from ..check_algo import as_dict, check_algorithm, page
-    from ..check_algo.lab import CheckAlgoError, make_args
+    from ..check_algo.lab import make_args
 
-    try:
-        report = check_algorithm(make_args(options.algorithm, options.rest))
-    except CheckAlgoError as error:
-        raise CommandError(str(error)) from error
+    report = check_algorithm(make_args(options.algorithm, options.rest))
     print_report(options.json, as_dict(report), page(report))
     return int(bool(report.failing))

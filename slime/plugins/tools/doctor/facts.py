@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from slime.cli.command import CommandError
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir, UnreadableRun, read_settings
 from slime.observability.run_state import FILE as STATE
@@ -33,7 +34,7 @@ DUMPS = "flight_recorder_"
 """The beginning of the names of PyTorch's dumps, see :mod:`slime.plugins.tools.doctor.flight`."""
 
 
-class NoRun(ValueError):
+class NoRun(CommandError):
     """The folder is not that of a run."""
 
 

@@ -8,7 +8,7 @@ import glob
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slime.checkpoint.snapshot import Snapshot, kind, snapshots
+from slime.cli.command import CommandError
 from slime.config.parser import ConfigError, load_args, read_command_line
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-class ReplayError(ValueError):
+class ReplayError(CommandError):
     """A step cannot be computed again. The message says what is missing, and what can be replayed
     instead.
     """
@@ -211,13 +212,7 @@ def read_run(
     settled = chosen.settled
     changes = _changes(flags)
     directory = Path(settled.working_directory)
-    recorded = recorded_settings(chosen.settings, directory, f"{__name__}.{stand_in.__name__}")
-    for name in changes:
-        recorded.code.pop(name, None)
-    typed = chosen.settings.get("explicit")
-    if not isinstance(typed, list) or "compile_layers" not in typed:
-        # It follows from the machine, and as a typed flag excludes --true-on-policy.
-        recorded.data.pop("compile_layers", None)
+    recorded = _recorded(chosen, changes)
     modules = [os.getcwd()] if RUNS_CODE & changes.keys() else []
     if _its_code_runs(list(recorded.lines(directory)), run_its_code):
         modules.append(str(directory))
@@ -242,6 +237,19 @@ def read_run(
         modules=tuple(modules),
         unrecorded=() if given else recorded.unrecorded,
     )
+
+
+def _recorded(attempt: Attempt, changes: Collection[str]) -> Recorded:
+    """Return the recorded settings of an attempt, without code that is changed by the caller."""
+    directory = Path(attempt.settled.working_directory)
+    recorded = recorded_settings(attempt.settings, directory, f"{__name__}.{stand_in.__name__}")
+    for name in changes:
+        recorded.code.pop(name, None)
+    typed = attempt.settings.get("explicit")
+    if not isinstance(typed, list) or "compile_layers" not in typed:
+        # It follows from the machine, and as a typed flag excludes --true-on-policy.
+        recorded.data.pop("compile_layers", None)
+    return recorded
 
 
 def _its_code_runs(

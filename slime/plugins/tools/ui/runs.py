@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slime.cli.command import CommandError
 from slime.observability import run_dir
 from slime.observability.run_dir import RunDir
 from slime.observability.run_state import RunState
@@ -23,7 +24,7 @@ from .tokens import TokenDumps
 logger = logging.getLogger(__name__)
 
 
-class NoRuns(ValueError):
+class NoRuns(CommandError):
     """No folder of a run was found. The message says where it was looked for."""
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slime.cli.command import CommandError
 from slime.models.loading import plain_config
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ states.
 MOST_GROUP = 8
 
 
-class VerifyError(ValueError):
+class VerifyError(CommandError):
     """A model or a layout cannot be verified. The message says why."""
 
 
