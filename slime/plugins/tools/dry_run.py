@@ -307,7 +307,7 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
     """Score the labels of the first prompts as answers. Wrong formats of labels and of rewards show
     here.
     """
-    found: list[Any] = []
+    rewards: list[Any] = []
     for sample in samples:
         answer = own_answer(args, sample)
         if answer is None:
@@ -328,10 +328,10 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
         problem: object = None
         try:
             if args.group_rm:
-                found += run(batched_async_rm(args, [sample]))
+                rewards += run(batched_async_rm(args, [sample]))
             else:
-                found.append(run(async_rm(args, sample)))
-            sample.reward = found[-1]
+                rewards.append(run(async_rm(args, sample)))
+            sample.reward = rewards[-1]
             combine_rewards(args, sample)
             if not args.custom_reward_post_process_path:
                 trained_reward(args, sample)
@@ -344,9 +344,9 @@ def _own_answers(args: Args, samples: list[Sample]) -> Iterator[str]:
             yield f"  reward of its own answer {answer!r}: {problem}"
             yield "  slime check-hooks with the same flags tests your functions further"
             return
-    yield f"  reward of its own answer {samples[0].response!r}: {found[0]}"
-    if len(found) > 1:
-        yield f"  the same for the first {len(found)} prompts: {', '.join(map(str, found))}"
+    yield f"  reward of its own answer {samples[0].response!r}: {rewards[0]}"
+    if len(rewards) > 1:
+        yield f"  the same for the first {len(rewards)} prompts: {', '.join(map(str, rewards))}"
 
 
 def own_answer(args: Args, sample: Sample) -> str | None:

@@ -70,15 +70,15 @@ def check_algorithm(args: Args) -> Report:
     """Run all checks and measurements of the estimator in ``args`` (:func:`.lab.make_args`)."""
     base, reasons = design_of(args.advantage_estimator, vars(args))
     checks = Checks(args)
-    found = tuple(
+    checked = tuple(
         Checked(check, finding, reasons.get(check, "")) for check, finding in run_checks(checks)
     )
     # A class that raises an error has no gradient to measure.
-    raised = any(math.isinf(one.finding.off) for one in found)
+    raised = any(math.isinf(one.finding.off) for one in checked)
     size = args.n_samples_per_prompt
     lab = Lab(args, ONE_LENGTH, size, rewarded=checks.regularised)
     rows = () if raised else tuple(measure(lab))
-    return Report(args.advantage_estimator, base, found, rows)
+    return Report(args.advantage_estimator, base, checked, rows)
 
 
 def as_dict(report: Report) -> dict[str, object]:

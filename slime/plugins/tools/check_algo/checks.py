@@ -106,9 +106,9 @@ class Checks:
         """All tokens of a response have the same weight."""
         off = 0.0
         for step in _steps(self._lab(ONE_LENGTH), SOME, 0.0):
-            found = _weights(step)
-            largest = max(float(one.abs().max()) for one in found.values())
-            for weights in found.values():
+            by_sample = _weights(step)
+            largest = max(float(one.abs().max()) for one in by_sample.values())
+            for weights in by_sample.values():
                 off = max(off, float((weights - weights[0]).abs().max()) / largest)
         return Finding(off, f"they differ by {_percent(off)}")
 
@@ -287,11 +287,11 @@ class Checks:
 
     def _worst(self, settings: Sequence[dict[str, Any]]) -> Finding:
         """Return by how much the worst of some settings changes the gradient."""
-        found = [
+        tried = [
             (_change(self.lengths, self.lengths.but(**one)), [f"{k}={v}" for k, v in one.items()])
             for one in settings
         ]
-        off, changes = max(found)
+        off, changes = max(tried)
         return _told(off, f" with {', '.join(changes)}")
 
 

@@ -309,19 +309,19 @@ def _row(lab: Lab, staleness: float, name: str, factor: float | None = None) -> 
     sampler = lab.older(staleness)
     batches = draws(world, sampler, lab.size)
     true = world.true_gradient(lab.table).flatten().numpy()
-    found = moments(lab, sampler, batches)
+    estimated = moments(lab, sampler, batches)
     of_true = float(np.linalg.norm(true))
-    of_mean = max(float(np.linalg.norm(found.mean)), 1e-30)
-    factor = factor or float(found.mean @ true) / of_true**2
+    of_mean = max(float(np.linalg.norm(estimated.mean)), 1e-30)
+    factor = factor or float(estimated.mean @ true) / of_true**2
     rloo, reinforce = (reference(lab, sampler, batches, one).noise for one in (True, False))
     return Measured(
         name,
-        float(np.linalg.norm(found.mean / factor - true)) / of_true,
-        float(found.mean @ true) / (of_true * of_mean),
+        float(np.linalg.norm(estimated.mean / factor - true)) / of_true,
+        float(estimated.mean @ true) / (of_true * of_mean),
         of_mean / of_true,
-        found.noise / rloo,
-        found.noise / reinforce,
-        2 * found.error / abs(factor) / of_true,
+        estimated.noise / rloo,
+        estimated.noise / reinforce,
+        2 * estimated.error / abs(factor) / of_true,
     )
 
 

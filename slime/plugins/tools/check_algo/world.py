@@ -108,13 +108,13 @@ class World:
     def values(self, table: Tensor) -> Tensor:
         """Return the expected reward from each state on, ``[states]``, as an ideal critic does."""
         chances = self.probabilities(table).tolist()
-        found = torch.zeros(len(self.states), dtype=torch.float64)
+        expected = torch.zeros(len(self.states), dtype=torch.float64)
         for (prompt, *prefix), row in self.states.items():
             inside = [i for i, y in enumerate(self.responses) if [*y[: len(prefix)]] == prefix]
             total = math.fsum(chances[prompt][i] for i in inside)
             reward = math.fsum(chances[prompt][i] * self.rewards[prompt][i] for i in inside)
-            found[row] = reward / total
-        return found
+            expected[row] = reward / total
+        return expected
 
     def table(self, phase: float, size: float) -> Tensor:
         """Return a fixed table of numbers between ±size without a pattern, the same everywhere."""
@@ -198,9 +198,9 @@ class Exchange:
         """Return the values of all ranks, in their order."""
         self.slots[rank] = value
         self.barrier.wait()
-        found = list(self.slots)
+        values = list(self.slots)
         self.barrier.wait()  # before anyone writes again
-        return found
+        return values
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,11 @@ class TableBackend(SharedBackend):
             table = table * (self.needs.temperature / temperature)
         scores, _ = self._scores(batch, range(len(batch["tokens"])), table)
         lengths = [int(n) for n in batch["response_lengths"]]
-        found = {"log_probs": scores.log_probs, "entropy": scores.entropy if with_entropy else None}
-        return {name: list(x.split(lengths)) for name, x in found.items() if x is not None}
+        scored = {
+            "log_probs": scores.log_probs,
+            "entropy": scores.entropy if with_entropy else None,
+        }
+        return {name: list(x.split(lengths)) for name, x in scored.items() if x is not None}
 
     def add_values(self, batch: RankBatch) -> None:
         """Set ``old_values``, which are those of an ideal critic of the current policy."""

@@ -127,8 +127,8 @@ def plan(options: argparse.Namespace) -> int:
         best(run, options.gpus or made.gpus, options.layouts) if both and options.layouts else []
     )
     # Without a distribution of lengths there is no tail, which decides how far the modes differ.
-    found = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
-    planned = made, others, found, options.rest
+    modes = ways(made, options.gpus or made.gpus) if others and (options.sigma or lengths) else []
+    planned = made, others, modes, options.rest
     print_report(options.json, as_json(*planned), page(*planned))
     return int(not made.fits)
 

@@ -44,8 +44,8 @@ RULES: tuple[Rule, ...] = (
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Return what is wrong with a run, the likeliest cause first; hints come last."""
-    found = [finding for rule in RULES for finding in rule(facts)]
-    return sorted(found, key=lambda finding: finding.hint)  # a stable sort
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: finding.hint)  # a stable sort
 
 
 def page(facts: Facts, findings: list[Finding]) -> Iterator[str]:

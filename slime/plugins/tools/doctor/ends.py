@@ -192,20 +192,20 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
     error = facts.state.error
     own = None if facts.died else _own_function(error)
     # In the error first: logs may also contain troubles that the run has survived.
-    found = _match(facts, {"the error that ended the run": error}) or (
+    finding = _match(facts, {"the error that ended the run": error}) or (
         None if own else _match(facts, facts.logs)
     )
-    if found is not None and found.kind == "process_lost" and _AT_CREATION in error:
+    if finding is not None and finding.kind == "process_lost" and _AT_CREATION in error:
         # the process did not die by itself: its constructor raised an error, and would again
-        found = None
+        finding = None
     # The driver often sees only that another process is gone, whose log says why.
-    if found is not None and found.kind in CONSEQUENCES:
-        found = _cause_in_logs(facts, found) or found
-    if own is not None and (found is None or found.kind in ("process_lost", "bad_checkpoint")):
-        found = own
-    found = _starved(error) or found
-    if found is not None:
-        yield found
+    if finding is not None and finding.kind in CONSEQUENCES:
+        finding = _cause_in_logs(facts, finding) or finding
+    if own is not None and (finding is None or finding.kind in ("process_lost", "bad_checkpoint")):
+        finding = own
+    finding = _starved(error) or finding
+    if finding is not None:
+        yield finding
     elif facts.died:
         yield Finding(
             "driver_killed",
@@ -232,19 +232,19 @@ def end_of_run(facts: Facts) -> Iterator[Finding]:
 def _starved(error: str) -> Finding | None:
     """A finding if a rollout was not finished because its filter has dropped most groups."""
     # The rollout itself counts what its filter has dropped, and says so at its deadline.
-    told = _DROPPED.search(error)
-    if told is None:
+    match = _DROPPED.search(error)
+    if match is None:
         return None
-    accepted = int(told[1])
-    wanted = int(told[2])
-    dropped = sum(map(int, _BY_FILTER.findall(told[3])))
+    accepted = int(match[1])
+    wanted = int(match[2])
+    dropped = sum(map(int, _BY_FILTER.findall(match[3])))
     if dropped < 2 * max(wanted, accepted):
         return None
     return Finding(
         "filter_starvation",
         f"The filter threw {dropped} groups away and kept {accepted} of {wanted} until the "
         "rollout's deadline.",
-        (told[0],),
+        (match[0],),
         "Look at --dynamic-sampling-filter-path with slime check-hooks; use prompts of another "
         "difficulty, or a weaker filter. --phase-timeout gives a rollout more time.",
     )
@@ -339,12 +339,12 @@ def _match(
     # Patterns come before places: the more specific cause is meant, wherever it stands.
     for pattern in patterns:
         for where, text in texts.items():
-            if (found := pattern.text.search(text)) is not None:
-                line = _line_at(text, found.start())
+            if (match := pattern.text.search(text)) is not None:
+                line = _line_at(text, match.start())
                 message = _message(text)
                 more = message[1:] if message[:1] == [line] else ()
                 memory = (
-                    memory_table(facts, text[found.start() :])
+                    memory_table(facts, text[match.start() :])
                     if pattern.kind == "gpu_memory"
                     else ()
                 )

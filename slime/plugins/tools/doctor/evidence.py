@@ -113,9 +113,9 @@ def _of_message(error: str) -> Iterator[str]:
     if asked is None:
         return
     said = [
-        f"{what}: {found[1]}"
+        f"{what}: {match[1]}"
         for what, pattern in _SAID
-        if (found := pattern.search(error)) is not None
+        if (match := pattern.search(error)) is not None
     ]
     yield f"it asked for {asked[1]}" + (f" ({'; '.join(said)})" if said else "")
 
@@ -130,13 +130,13 @@ def _rows_of_phases(facts: Facts) -> Iterator[str]:
     # The last value of each phase, and the largest memory of the device in the whole run.
     for step in facts.steps:
         for name, value in step.items():
-            found = _MEMORY.fullmatch(name)
-            if found is None or value is None:
+            match = _MEMORY.fullmatch(name)
+            if match is None or value is None:
                 continue
-            phase = found["phase"] + (" (critic)" if found["role"] else "")
+            phase = match["phase"] + (" (critic)" if match["role"] else "")
             last = step.get("rollout/step")
-            rows.setdefault(phase, {})[found["what"]] = value
-            if found["what"] == "device":
+            rows.setdefault(phase, {})[match["what"]] = value
+            if match["what"] == "device":
                 most[phase] = max(most.get(phase, 0.0), value)
     if not rows:
         yield (
@@ -217,26 +217,26 @@ def _read_samples(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _described(samples: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]:
-    found = []
+    all_outliers = []
     trained = 0
     for sample in samples:
         outliers, tokens = _outliers(sample)
-        found += outliers
+        all_outliers += outliers
         trained += tokens
     if not samples:
         return
-    of_sample = Counter(one.sample for one in found)
+    of_sample = Counter(one.sample for one in all_outliers)
     yield (
-        f"step {step}: {len(found)} of {trained} trained tokens differ by more than {LARGE:g}, "
+        f"step {step}: {len(all_outliers)} of {trained} trained tokens differ by more than {LARGE:g}, "
         f"in {len(of_sample)} of {len(samples)} samples"
     )
-    for one in sorted(found, key=lambda one: -one.gap)[:MOST]:
+    for one in sorted(all_outliers, key=lambda one: -one.gap)[:MOST]:
         yield (
             f"sample {one.sample}, token {one.position}{' (the last)' if one.last else ''}, id "
             f"{one.token}: engine {one.engine:.3f}, trainer {one.trainer:.3f}; slime ui shows it"
         )
-    if len(found) >= MOST:
-        yield from _pattern(found, of_sample)
+    if len(all_outliers) >= MOST:
+        yield from _pattern(all_outliers, of_sample)
 
 
 def _outliers(sample: Mapping[str, Any]) -> tuple[list[Outlier], int]:
@@ -248,12 +248,12 @@ def _outliers(sample: Mapping[str, Any]) -> tuple[list[Outlier], int]:
     )
     first = len(ids) - len(mask)
     end = len(mask) - 1
-    found = [
+    outliers = [
         Outlier(int(sample["sample_indices"]), at, ids[first + at], engine, trainer, at == end)
         for at, (engine, trainer, trains) in enumerate(both)
         if trains and not abs(engine - trainer) <= LARGE
     ]
-    return found, sum(mask)
+    return outliers, sum(mask)
 
 
 def _pattern(found: Sequence[Outlier], of_sample: Counter[int]) -> Iterator[str]:

@@ -68,7 +68,7 @@ def read_recordings(folder: Path, newer_than: float = 0.0) -> dict[str, dict[int
     Args:
         newer_than: Wall time in seconds. Older files are of a trouble that the run has survived.
     """
-    found: dict[str, dict[int, Recording]] = {}
+    recordings: dict[str, dict[int, Recording]] = {}
     for path in sorted(folder.glob(f"{DUMPS}*_rank_*")):
         match = _NAME.fullmatch(path.name)
         if match is None or not is_inside(path, folder.parent):
@@ -78,7 +78,7 @@ def read_recordings(folder: Path, newer_than: float = 0.0) -> dict[str, dict[int
             if status.st_mtime < newer_than or status.st_size > MOST_BYTES:
                 continue
             dump = _ValuesOnly(io.BytesIO(path.read_bytes())).load()
-            found.setdefault(match[1], {})[int(match[2])] = _recording(dump)
+            recordings.setdefault(match[1], {})[int(match[2])] = _recording(dump)
         # A rank that was killed while it wrote leaves a part of a pickle, which may fail in many
         # ways.
         except (
@@ -92,7 +92,7 @@ def read_recordings(folder: Path, newer_than: float = 0.0) -> dict[str, dict[int
             AttributeError,
         ):
             continue
-    return found
+    return recordings
 
 
 def _recording(dump: Mapping[str, Any]) -> Recording:

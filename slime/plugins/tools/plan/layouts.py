@@ -111,13 +111,13 @@ def best(run: Run, gpus: int, count: int = 5) -> list[Plan]:
         return (round(log(plan.step) / 0.01), len(plan.extrapolated), sum(plan.seconds.values()))
 
     # Only the best of each kind, since many layouts differ by little.
-    found: dict[tuple[str, int, int, int], Plan] = {}
+    fastest: dict[tuple[str, int, int, int], Plan] = {}
     for plan in sorted(fitting(run, gpus), key=order):
         train, engine = plan.run.both
-        found.setdefault(
+        fastest.setdefault(
             (train.backend, train.layout.world_size, engine.engines, engine.gpus), plan
         )
-    return list(found.values())[:count]
+    return list(fastest.values())[:count]
 
 
 def flags(plan: Plan) -> list[str]:
@@ -245,10 +245,10 @@ def unmeasured(way: Way) -> list[str]:
     asynchronous training.
     """
     engine = way.plan.run.engine
-    found = [what for what in way.plan.extrapolated if not what.startswith("asynchronous step")]
+    reasons = [what for what in way.plan.extrapolated if not what.startswith("asynchronous step")]
     if way.mode is not SYNCHRONOUS and engine is not None and engine.engines > 1:
-        found.append(f"asynchronous training with {engine.engines} engines: measured with one")
-    return found
+        reasons.append(f"asynchronous training with {engine.engines} engines: measured with one")
+    return reasons
 
 
 def ways(plan: Plan, gpus: int) -> list[Way]:
@@ -268,15 +268,17 @@ def ways(plan: Plan, gpus: int) -> list[Way]:
     ):
         _, engine = made.run.both
         apart.setdefault(engine.engines * engine.gpus, made)
-    found = [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
+    simulations = (
+        [simulated(min(together, key=lambda made: made.step), SYNCHRONOUS)] if together else []
+    )
     # One-step training is fast where a step of both sides is short, a pool where both are always
     # busy.
     one_step, *pools = [mode for mode in WAYS if mode is not SYNCHRONOUS]
     if apart:
-        found.append(simulated(min(apart.values(), key=lambda made: made.step), one_step))
+        simulations.append(simulated(min(apart.values(), key=lambda made: made.step), one_step))
         for made in sorted(apart.values(), key=_busiest)[:2]:
-            found += [simulated(made, mode) for mode in pools]
-    return sorted(found, key=lambda way: way.step)
+            simulations += [simulated(made, mode) for mode in pools]
+    return sorted(simulations, key=lambda way: way.step)
 
 
 def _busiest(plan: Plan) -> float:

@@ -111,7 +111,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
             weights = gradients = optimizer = 0.0
         # FSDP frees the gradients after a step. Only sums over several micro-batches meet the
         # activations of the next.
-        held = train.lora_rank == 0 and batch.count > 1
+        together = train.lora_rank == 0 and batch.count > 1
     else:
         own = dense / layout.tp
         experts = model.experts / train.expert_split
@@ -126,7 +126,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
             stepped = own / (layout.dp * layout.cp) + experts / train.expert_replicas
         optimizer = 0.0 if train.optimizer_on_cpu else 12.0 * stepped
         # Megatron's gradient buffers live as long as the model.
-        held = True
+        together = True
     # What the backward pass needs: the inputs of the layers that are computed again, and all of the
     # others.
     layers = model.shape.layers / layout.pp
@@ -145,7 +145,7 @@ def train_memory(model: PlannedModel, train: TrainSetup, batch: Packs) -> TrainM
         kept,
         _head(model, train, batch),
         _working(model, train, per_layer),
-        held,
+        together,
     )
 
 

@@ -119,8 +119,8 @@ def without_offloading(plan: Plan) -> Plan | None:
     engines = [replace(run.engine, fraction=percent / 100) for percent in range(10, 95, 5)]
     enough = [engine for engine in engines if slots(run, engine) == slots(run, run.engine)][1:2]
     place = replace(run.place, offload_train=False)
-    found = [make_plan(replace(run, engine=engine, place=place)) for engine in enough]
-    return next((other for other in found if other.fits and other.step < plan.step), None)
+    resident = [make_plan(replace(run, engine=engine, place=place)) for engine in enough]
+    return next((other for other in resident if other.fits and other.step < plan.step), None)
 
 
 def full(batch: Packs, train: TrainSetup | None, longest: float) -> Packs:
@@ -142,14 +142,14 @@ def slots(run: Run, engine: EngineSetup) -> int:
 
 
 def _seconds(run: Run) -> dict[str, float]:
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     shared = run.place.colocate and run.train is not None and run.engine is not None
     if run.engine is not None:
-        found["generate"] = rollout_seconds(
+        seconds["generate"] = rollout_seconds(
             run.model, run.kind, run.engine, run.work, slots(run, run.engine)
         )
     if run.train is None:
-        return found
+        return seconds
     # The trainer leaves the GPU to the engines, and comes back.
     batch = packs(run.work, run.train)
     step = train_seconds(run.model, run.kind, run.train, batch, run.place.gpus_per_node)
@@ -159,21 +159,21 @@ def _seconds(run: Run) -> dict[str, float]:
         else 0.0
     )
     if moved:
-        found["wake up and sleep"] = 2 * moved / HOST_COPY
+        seconds["wake up and sleep"] = 2 * moved / HOST_COPY
     if run.work.log_prob_passes:
-        found["log-probs"] = run.work.log_prob_passes * run.work.steps * step.scoring
-    found["train"] = run.work.steps * step.step
+        seconds["log-probs"] = run.work.log_prob_passes * run.work.steps * step.scoring
+    seconds["train"] = run.work.steps * step.step
     if run.engine is not None:
-        found["weight sync"] = sync_seconds(run.model, run.engine)
-    return found
+        seconds["weight sync"] = sync_seconds(run.model, run.engine)
+    return seconds
 
 
 def _problems(run: Run, memory: tuple[Phase, ...]) -> list[str]:
-    found = []
+    problems = []
     for phase in memory:
         if phase.total > run.kind.memory:
             largest = max(phase.parts, key=lambda name: phase.parts[name])
-            found.append(
+            problems.append(
                 f"{phase.name} needs {phase.total / 2**30:.1f} GiB of "
                 f"{run.kind.memory / 2**30:.1f} on each GPU, most of it for {largest} "
                 f"({phase.parts[largest] / 2**30:.1f}): {_remedy(run, largest)}"
@@ -183,12 +183,12 @@ def _problems(run: Run, memory: tuple[Phase, ...]) -> list[str]:
         and cache_tokens(run.model, run.kind, run.engine)
         < run.work.prompt_tokens + run.work.longest
     ):
-        found.append(
+        problems.append(
             f"the engine's memory ({run.engine.fraction:g} of the GPU) has no room for its "
             "weights and the KV cache of one response of the largest length: raise "
             "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
         )
-    return found
+    return problems
 
 
 def _remedy(run: Run, largest: str) -> str:

@@ -172,8 +172,8 @@ def installed_kind(folder: Path = _DRIVER) -> GpuKind | None:
     """
     # The driver writes it there, also where torch is not installed.
     for file in sorted(folder.glob("*/information")):
-        found = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
-        return kind_by_name(found.group(1)) if found else None
+        match = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
+        return kind_by_name(match.group(1)) if match else None
     return None
 
 
@@ -203,8 +203,10 @@ def memory_lines(args: Args) -> Iterator[str]:
     yield f"model           {model.parameters / 1e6:,.1f} M parameters"
     if not args.debug_rollout_only:
         setup = replace(_train(args, None), state_on_cpu=False)
-        held = train_memory(model, setup, Packs(1, 0.0, 0.0, 0.0))
-        size = (held.weights + held.gradients + held.optimizer) * (2 if args.use_critic else 1)
+        memory = train_memory(model, setup, Packs(1, 0.0, 0.0, 0.0))
+        size = (memory.weights + memory.gradients + memory.optimizer) * (
+            2 if args.use_critic else 1
+        )
         where = " of CPU memory" if args.fsdp_cpu_offload else ""
         yield (
             f"training        {size / GIB:.2f} GiB{where} per rank: weights, gradients and the "

@@ -353,21 +353,21 @@ def measured_lengths(run: Path) -> tuple[int, ...]:
     Raises:
         ValueError: The folder has no samples, or a file of them is damaged.
     """
-    found: list[int] = []
+    lengths: list[int] = []
     for file in sample_files(run, "rollout").values():
         try:
-            found += [int(row["response_length"]) for row in read_samples(file)]
+            lengths += [int(row["response_length"]) for row in read_samples(file)]
         except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
-    found.sort()
-    if not found:
+    lengths.sort()
+    if not lengths:
         raise ValueError(
             f"{run} has no samples/rollout_*.jsonl: give the folder of a run that finished a "
             "rollout"
         )
     # As many as are needed, evenly, so that the rare long ones are not lost.
-    count = min(len(found), MOST)
-    return tuple(max(found[(2 * i + 1) * len(found) // (2 * count)], 1) for i in range(count))
+    count = min(len(lengths), MOST)
+    return tuple(max(lengths[(2 * i + 1) * len(lengths) // (2 * count)], 1) for i in range(count))
 
 
 def response_lengths(work: Workload, count: int) -> list[int]:

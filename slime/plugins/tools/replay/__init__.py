@@ -163,13 +163,13 @@ def attempts_of(folder: Path) -> list[Attempt]:
     Raises:
         ReplayError: The folder has no readable record of them.
     """
-    found = lineage(read_attempts(RunDir(folder)))
-    if not found:
+    attempts = lineage(read_attempts(RunDir(folder)))
+    if not attempts:
         name = RunDir(folder).attempts.name
         raise ReplayError(
             f"{folder} has no readable {name}: the run is of an older release, or never began"
         )
-    return found
+    return attempts
 
 
 def attempt_of(attempts: Sequence[Attempt], step: int) -> Attempt:
@@ -294,26 +294,28 @@ def _ends(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, int | None]]:
 
 
 def _all_dumps(attempts: Sequence[Attempt]) -> frozenset[int]:
-    found: set[int] = set()
+    rollouts: set[int] = set()
     for attempt, end in _ends(attempts):
         first = attempt.settled.first_rollout
         template = template_of(attempt)
         dumps = dumps_of(template) if template is not None else frozenset()
-        found |= {number for number in dumps if number >= first and (end is None or number < end)}
-    return frozenset(found)
+        rollouts |= {
+            number for number in dumps if number >= first and (end is None or number < end)
+        }
+    return frozenset(rollouts)
 
 
 def _all_snapshots(attempts: Sequence[Attempt]) -> dict[int, Snapshot]:
     """Return each snapshot that an attempt saved of the steps that count."""
-    found: dict[int, Snapshot] = {}
+    by_rollout: dict[int, Snapshot] = {}
     for attempt, end in _ends(attempts):
         first = attempt.settled.first_rollout
         save = attempt.settings.get("save")
         folder = Path(attempt.settled.working_directory) / str(save)
         for one in snapshots(folder) if save and folder.is_dir() else ():
             if one.iteration >= first and (end is None or one.iteration < end):
-                found[one.iteration] = one
-    return found
+                by_rollout[one.iteration] = one
+    return by_rollout
 
 
 def _changes(flags: Sequence[str]) -> dict[str, Any]:

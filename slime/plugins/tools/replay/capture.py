@@ -324,9 +324,9 @@ def save_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
 
 def tensors_of_batch(batch: RankBatch) -> dict[str, Tensor]:
     """Return the tensors of a batch after the step as ``<sample index>.<entry>``."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for position, index in enumerate(batch["sample_indices"]):
         facts = facts_of(batch, position)
-        found[f"{int(index)}.tokens"] = facts.tokens
-        found |= {f"{int(index)}.{name}": values for name, values in facts.per_token.items()}
-    return found
+        tensors[f"{int(index)}.tokens"] = facts.tokens
+        tensors |= {f"{int(index)}.{name}": values for name, values in facts.per_token.items()}
+    return tensors

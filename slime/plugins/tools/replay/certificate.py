@@ -167,7 +167,7 @@ def problems(run: RunDir) -> tuple[list[str], str]:
         {key: value for key, value in link.items() if key not in ("before", "hash")}
         for link in recorded
     )
-    found = [
+    differences = [
         f"{FILE}, line {number}: it does not follow from the line before"
         for number, (link, right) in enumerate(zip(recorded, chain, strict=True), start=1)
         if link != right
@@ -186,5 +186,5 @@ def problems(run: RunDir) -> tuple[list[str], str]:
             if one.get(name) != other.get(name):
                 lost = other.get(name) is None
                 what = "missing" if lost else "not what the certificate says"
-                found.append(f"{where}: {name} {what}")
-    return found, str(recorded[-1].get("hash") if recorded else "")
+                differences.append(f"{where}: {name} {what}")
+    return differences, str(recorded[-1].get("hash") if recorded else "")

@@ -77,8 +77,8 @@ def compare_metrics(
     # Times and memory are never the same.
     kept = [name for name in recorded if name.startswith(ORDER) and not name.endswith("/step")]
     names = sorted((name for name in kept if name in replayed), key=_order)
-    found = [Difference(name, recorded[name], _finite(replayed[name])) for name in names]
-    unequal = [one for one in found if one.recorded != one.replayed]
+    compared = [Difference(name, recorded[name], _finite(replayed[name])) for name in names]
+    unequal = [one for one in compared if one.recorded != one.replayed]
     return MetricsCompared(
         tuple(names),
         tuple(one for one in unequal if one.size > _allowed(one.name, tolerance)),

@@ -173,15 +173,15 @@ def _runs_code(name: str, value: object, data: Mapping[str, Any]) -> bool:
 
 def _model_code(data: Mapping[str, Any]) -> list[str]:
     """Return the Python files of the models, or where they would be downloaded from."""
-    found: list[str] = []
+    files: list[str] = []
     for place in dict.fromkeys(str(data[name]) for name in _MODELS if data.get(name)):
         folder = Path(place)
-        found += (
+        files += (
             sorted(map(str, folder.glob("*.py")))
             if os.path.isdir(folder)
             else [f"the Python files of {place}"]
         )
-    return found
+    return files
 
 
 def _resolved(value: object, directory: Path) -> Any:

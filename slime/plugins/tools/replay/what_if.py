@@ -150,8 +150,8 @@ def _by_layer(
     yield compare(plain, changed, what)
     layers: dict[str, list[str]] = {}
     for name in plain:
-        found = re.search(r"layers\.(\d+)\.", name)
-        layers.setdefault(f"layer {found[1]}" if found else name, []).append(name)
+        match = re.search(r"layers\.(\d+)\.", name)
+        layers.setdefault(f"layer {match[1]}" if match else name, []).append(name)
     # Layers by their number, then what is in none.
     for layer in sorted(layers, key=lambda one: (not one.startswith("layer "), len(one), one)):
         yield compare({name: plain[name] for name in layers[layer]}, changed, f"  {layer}")

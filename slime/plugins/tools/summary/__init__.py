@@ -83,7 +83,7 @@ def read_attempts(run: RunDir) -> list[Attempt]:
     """Return the attempts, oldest first; none for a run of an older release, or one that ended
     during its start.
     """
-    found = []
+    attempts = []
     for line in _lines(run.attempts):
         try:
             values = parse_json(line)
@@ -92,8 +92,8 @@ def read_attempts(run: RunDir) -> list[Attempt]:
         except (ValueError, TypeError, KeyError):
             continue
         if _is_settled(attempt.settled):
-            found.append(attempt)
-    return found
+            attempts.append(attempt)
+    return attempts
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -146,15 +146,15 @@ def read_weights(path: Path) -> dict[int, SentWeights]:
     """Return the last record for each number of trained rollouts; a resumed run replaces what it
     trained again.
     """
-    found: dict[int, SentWeights] = {}
+    by_step: dict[int, SentWeights] = {}
     for line in _lines(path):
         try:
             sent = SentWeights(**parse_json(line))
-            found[sent.step] = sent
+            by_step[sent.step] = sent
         # The driver was killed while it wrote the last line, or the file is damaged.
         except (ValueError, TypeError, AttributeError):
             continue
-    return found
+    return by_step
 
 
 def read_state(folder: Path) -> RunState | None:
@@ -327,8 +327,8 @@ def _cut(report: Report, line: Line, closed: Numbers) -> None:
     said: Counter[str] = Counter(line["counts"])
     for state in sorted(said.keys() | report.counts.keys()):
         if said[state] != report.counts[state]:
-            told = f"{said[state]} groups {state}, but the rows give {report.counts[state]}"
-            report.problems.append(f"{where}: its sums give {told}")
+            difference = f"{said[state]} groups {state}, but the rows give {report.counts[state]}"
+            report.problems.append(f"{where}: its sums give {difference}")
     everything = Numbers(closed.intervals)
     for row in [*line["open"], *line["ahead"]]:
         if row["group"] in everything and not row.get("again"):

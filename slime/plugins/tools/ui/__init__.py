@@ -48,9 +48,9 @@ def answer(runs: Runs, path: str) -> views.View:
             run = runs.get(key)
             if run is None:
                 raise NotFound(f"there is no run {key!r}")
-            found = _of_run(run, name, rest)
-            if found is not None:
-                return found
+            view = _of_run(run, name, rest)
+            if view is not None:
+                return view
     raise NotFound(f"there is nothing under {path}")
 
 
@@ -238,14 +238,14 @@ def assets() -> Mapping[str, tuple[str, bytes]]:
     """Return the content type and the content of each file of the page, by its name in an
     address.
     """
-    found = {}
+    by_name = {}
     static = files("slime.plugins.tools.ui") / "static"
     for folder in (static, static / "vendor"):
         for file in folder.iterdir():
             suffix = "." + file.name.rpartition(".")[2]
             if suffix in _TYPES and file.is_file():
-                found[file.name] = (_TYPES[suffix], file.read_bytes())
-    return found
+                by_name[file.name] = (_TYPES[suffix], file.read_bytes())
+    return by_name
 
 
 def modules() -> dict[str, str]:

@@ -155,13 +155,13 @@ class Series(Followed):
         """Return the metrics of a training step or evaluation by name, without those of other
         steps.
         """
-        found: dict[str, float | None] = {}
+        values: dict[str, float | None] = {}
         with self._lock:
             for name, column in sorted(self._columns.items()):
                 place = bisect_left(column.steps, step)
                 if place < len(column.steps) and column.steps[place] == step:
-                    found[name] = _or_none(column.values[place])
-        return found
+                    values[name] = _or_none(column.values[place])
+        return values
 
     def latest(self, name: str) -> float | None:
         """Return the last value of a metric; None if there is none, or if it is not finite."""

@@ -112,16 +112,16 @@ class SampleIndex:
         # What the index has against what is there.
         query = self.connection.execute("select kind, step, mtime, size from files")
         known = {(kind, step): (mtime, size) for kind, step, mtime, size in query}
-        found: dict[tuple[str, int], Path] = {}
+        on_disk: dict[tuple[str, int], Path] = {}
         for name, path in sample_files(self.folder).items():
             match = _NAME.fullmatch(name)
             if match:
-                found[match["kind"], int(match["step"])] = path
-        for kind, step in known.keys() - found.keys():
+                on_disk[match["kind"], int(match["step"])] = path
+        for kind, step in known.keys() - on_disk.keys():
             self._forget(kind, step)
         changed = [
             (kind, step, path)
-            for (kind, step), path in found.items()
+            for (kind, step), path in on_disk.items()
             if known.get((kind, step)) != _stamp(path)
         ]
         return sorted(changed, key=lambda entry: (-entry[1], entry[0]))
@@ -223,15 +223,17 @@ class SampleIndex:
         """Return the record of a sample as its file has it; None if there is none."""
         path = self.ensure(kind, step)
         where = "kind = ? and step = ? and position = ?"
-        found = self.rows(f"select offset, size from samples where {where}", (kind, step, position))
-        if path is None or not found:
+        places = self.rows(
+            f"select offset, size from samples where {where}", (kind, step, position)
+        )
+        if path is None or not places:
             return None
         # A compressed file has no places.
         if path.suffix == COMPRESSED:
             return _record(_lines(path)[position])
         with regular(path).open("rb") as file:
-            file.seek(int(found[0]["offset"] or 0))
-            return _record(file.read(int(found[0]["size"] or 0)))
+            file.seek(int(places[0]["offset"] or 0))
+            return _record(file.read(int(places[0]["size"] or 0)))
 
     @property
     def pending(self) -> int:
@@ -353,8 +355,8 @@ def spans_of(record: JsonObject) -> list[list[object]]:
 
 def _versions(record: JsonObject) -> list[str]:
     versions = record.get("weight_versions")
-    found = [str(span[0]) for span in spans_of(record) if span]
-    return sorted({*found, *(map(str, versions) if isinstance(versions, list) else ())})
+    of_spans = [str(span[0]) for span in spans_of(record) if span]
+    return sorted({*of_spans, *(map(str, versions) if isinstance(versions, list) else ())})
 
 
 def _integer(value: JsonValue) -> int | None:

@@ -159,15 +159,15 @@ class Refresher(threading.Thread):
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        found = time.monotonic()
+        looked = time.monotonic()
         while not self._stop_event.is_set():
             # The thread must live as long as the page, whatever it reads.
             left = 0
             try:
                 left = self._runs.refresh(most_files=20)
-                if time.monotonic() - found > 5:
+                if time.monotonic() - looked > 5:
                     self._runs.find()
-                    found = time.monotonic()
+                    looked = time.monotonic()
                 if not left:
                     self._runs.prepare()
             except Exception:

@@ -114,12 +114,12 @@ def make_app(runs: Runs, door: Door) -> web.Application:
 
     # The files are known beforehand, so that no address names a file of the machine.
     async def static(request: web.Request) -> web.Response:
-        found = assets().get(request.match_info["name"])
-        if found is None:
+        asset = assets().get(request.match_info["name"])
+        if asset is None:
             raise web.HTTPNotFound
         return web.Response(
-            body=found[1],
-            content_type=found[0],
+            body=asset[1],
+            content_type=asset[0],
             charset="utf-8",
             headers={"Cache-Control": "no-cache"},
         )

@@ -113,13 +113,13 @@ def _drawn(step: int, events: Sequence[Mapping[str, Any]]) -> dict[str, object] 
 
 
 def _engines(events: Sequence[Mapping[str, Any]], start: float) -> dict[str, list[LoadAt]]:
-    found: dict[str, list[LoadAt]] = {}
+    by_engine: dict[str, list[LoadAt]] = {}
     for event in events:
         if event.get("ph") == "C":
             counts = event["args"]
             load = ((event["ts"] - start) / 1e6, int(counts["running"]), int(counts["waiting"]))
-            found.setdefault(str(event["name"]), []).append(load)
-    return dict(sorted(found.items(), key=lambda entry: (len(entry[0]), entry[0])))
+            by_engine.setdefault(str(event["name"]), []).append(load)
+    return dict(sorted(by_engine.items(), key=lambda entry: (len(entry[0]), entry[0])))
 
 
 def _some(processes: Mapping[str, T]) -> dict[str, T]:

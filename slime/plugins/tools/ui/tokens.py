@@ -66,17 +66,17 @@ class TokenDumps:
         """
         with self._lock:
             try:
-                found = self._find("save_debug_train_data", "sample_indices", step, index)
-                if found is not None:
-                    notes = [] if "log_probs" in found else [NO_TRAINER]
+                dumped = self._find("save_debug_train_data", "sample_indices", step, index)
+                if dumped is not None:
+                    notes = [] if "log_probs" in dumped else [NO_TRAINER]
                     notes += (
                         []
-                        if "rollout_log_probs" in found
+                        if "rollout_log_probs" in dumped
                         else ["The engine's log-probs were not recorded."]
                     )
-                    return self._shown(found, notes)
-                found = self._find("save_debug_rollout_data", "index", step, index)
-                if found is not None:
+                    return self._shown(dumped, notes)
+                dumped = self._find("save_debug_rollout_data", "index", step, index)
+                if dumped is not None:
                     # The attributes of a sample, which a batch has under other names.
                     names = {
                         "tokens": "tokens",
@@ -85,7 +85,7 @@ class TokenDumps:
                     }
                     names |= {name: name for name in ("rollout_log_probs", "teacher_log_probs")}
                     return self._shown(
-                        {names[name]: found.get(name) for name in names}, [ENGINE_ONLY]
+                        {names[name]: dumped.get(name) for name in names}, [ENGINE_ONLY]
                     )
                 return {"notes": [self._reason(step)]}
             except (ValueError, OSError) as error:

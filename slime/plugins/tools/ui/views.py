@@ -238,14 +238,14 @@ _SHOWN = ("position", "sample_index", "reward", "length", "status", "staleness",
 
 def step_timeline(run: Run, number: int) -> View:
     # A trace may be damaged, removed, or not written yet.
-    found = timeline(run.folder, number)
-    if found is None:
+    drawn = timeline(run.folder, number)
+    if drawn is None:
         if (path := trace_of(run.folder, number)).exists():
             return {"missing": f"{path} cannot be drawn: it is damaged, or has no spans."}
         kept = run.settings.get("log_keep_last")
         why = f" --log-keep-last {kept} keeps only the newest." if kept else ""
         return {"missing": f"There is no trace of step {number}.{why}"}
-    return found
+    return drawn
 
 
 def sample(run: Run, kind: str, number: int, position: int) -> View | None:
@@ -335,18 +335,18 @@ def _evaluation_names(run: Run) -> list[str]:
 
 def evaluations(run: Run) -> View:
     """The figures of every evaluation by data set."""
-    found: dict[str, list[View]] = {}
+    sets: dict[str, list[View]] = {}
     for path in sorted((run.folder / "eval").glob("eval_*.json")):
         for name, part in _evaluation(path).items():
             figures = part.get("metrics") if isinstance(part, Mapping) else None
-            found.setdefault(name, []).append({"step": _number_in(path), "figures": figures or {}})
+            sets.setdefault(name, []).append({"step": _number_in(path), "figures": figures or {}})
     files = run.index.rows(
         "select kind, step from files where kind like 'eval-%' order by kind, step"
     )
     texts: dict[str, list[object]] = {}
     for row in files:
         texts.setdefault(str(row["kind"]).removeprefix("eval-"), []).append(row["step"])
-    return {"sets": found, "texts": texts}
+    return {"sets": sets, "texts": texts}
 
 
 def _evaluation(path: Path) -> Mapping[str, object]:

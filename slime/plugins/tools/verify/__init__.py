@@ -138,12 +138,12 @@ def verify(target: Target) -> Verified:
         wrong = _wrong_places(target, job, folder, samples) if not checks[1].good else []
         # The engine has the same model, and no part in the training.
         if target.engine is not None:
-            found = engine_log_probs(
+            scored = engine_log_probs(
                 small.folder, target.engine, samples, folder, target.trust_remote_code
             )
             checks.append(
                 check_log_probs(
-                    expected.log_probs, [found], f"log-probs of the {target.engine} engine"
+                    expected.log_probs, [scored], f"log-probs of the {target.engine} engine"
                 )
             )
     parameters = wrong[0].parameters if wrong else ()
@@ -188,8 +188,8 @@ def _wrong_places(
     wrong = []
     for number, place in enumerate(places, start=1):
         expected = reference_scores(place.variant, samples, False, target.trust_remote_code)
-        found = [scores[number].log_probs for scores in ranks]
-        if not check_log_probs(expected.log_probs, found, place.name).good:
+        log_probs = [scores[number].log_probs for scores in ranks]
+        if not check_log_probs(expected.log_probs, log_probs, place.name).good:
             wrong.append(place)
     # What is outside of the layers is a part of every variant. If it is wrong, nothing is known
     # about the others.
@@ -229,11 +229,11 @@ def engine_log_probs(
     try:
         process.wait_ready(START_SECONDS)
         handle = EngineHandle(process.url)
-        found = {}
+        by_position = {}
         for position, sample in enumerate(samples):
             scored = run(score(handle, sample["tokens"]))
-            found[position] = torch.tensor(scored[-len(sample["mask"]) :])
-        return found
+            by_position[position] = torch.tensor(scored[-len(sample["mask"]) :])
+        return by_position
     finally:
         process.stop()
 

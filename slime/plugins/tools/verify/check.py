@@ -239,15 +239,15 @@ def parts_of(names: Iterable[str]) -> dict[str, str]:
     >>> list(parts_of(["layers.1.mlp.experts.0.w2.weight", "layers.1.ln_2.weight"]).values())
     ['layers.1.mlp', 'layers.1.mlp']
     """
-    found = {
+    places = {
         name: (name[: match.end() - 1], name[match.end() :].partition(".")[0])
         for name in names
         if (match := _LAYER.search(name))
     }
     # Norms belong to what they surround: zeros there would hide a wrong norm.
-    kinds = set(found.values())
+    kinds = set(places.values())
     return {
-        name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in found.items()
+        name: f"{layer}.{_surrounded(layer, part, kinds)}" for name, (layer, part) in places.items()
     }
 
 

@@ -72,9 +72,9 @@ def reference_scores(
         if isinstance(module, nn.Embedding):
             # a response may contain the padding token, which is trained like any other
             module.padding_idx = None
-    found = Scores()
+    scores = Scores()
     if with_gradients:
-        found.weights = {
+        scores.weights = {
             name: t.detach().clone() for name, t in iter_hf_weights(model, torch.float32)
         }
     # One sample at a time, without padding: nothing but the model and autograd decides about the
@@ -89,16 +89,16 @@ def reference_scores(
             ]
             ratio = (scored - scored.detach()).exp()
             loss = -sample["reward"] * (ratio * mask).sum() / mask.sum().clamp(min=1) / len(samples)
-        found.log_probs[position] = scored.detach()
+        scores.log_probs[position] = scored.detach()
         if with_gradients:
-            found.loss += float(loss.detach())
+            scores.loss += float(loss.detach())
             loss.backward()
     if with_gradients:
-        found.gradients = _gradients(model)
-        found.grad_norm = math.sqrt(
-            sum(float((g.double() ** 2).sum()) for g in found.gradients.values())
+        scores.gradients = _gradients(model)
+        scores.grad_norm = math.sqrt(
+            sum(float((g.double() ** 2).sum()) for g in scores.gradients.values())
         )
-    return found
+    return scores
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -263,16 +263,16 @@ def verify_rank(place: Place, job: VerifyJob) -> list[Scores]:
 
     Log-probs are those of this rank's samples; weights and gradients are whole on every rank.
     """
-    found = []
+    scores = []
     for number, model in enumerate([job.model, *job.variants]):
         args = settings(job, model, place.world_size)
         backend = create_backend(
             args, "actor", place.rank, place.world_size, place.address, place.port, place.rank
         )
-        found.append(_scores(backend, whole=number == 0))
+        scores.append(_scores(backend, whole=number == 0))
         del backend
         leave_model()
-    return found
+    return scores
 
 
 def leave_model() -> None:
@@ -288,26 +288,26 @@ def _scores(backend: TrainBackend, whole: bool) -> Scores:
     rank = backend.data_parallel_rank
     size = backend.data_parallel_size
     batch = batch_of_rank(rank, size)
-    found = Scores()
+    scores = Scores()
     batch.pop("rollout_log_probs")  # with them, the loss would be corrected for a gap to an engine
     everyone = [
         i for i, group in enumerate(batch_of_rank(0, 1)["group_indices"]) if group % size == rank
     ]
     scored = backend.log_probs(batch, temperature=1.0)["log_probs"]
-    found.log_probs = {
+    scores.log_probs = {
         position: values.cpu() for position, values in zip(everyone, scored, strict=True)
     }
     if not whole:
-        return found
+        return scores
     # The difference of the weights is the gradient, see STEP.
     before = _weights(backend)
     metrics, _ = train_on_rollout(backend, batch)
     after = _weights(backend)
-    found.loss = metrics["train/loss"]
-    found.grad_norm = metrics["train/grad_norm"]
-    found.weights = before
-    found.gradients = {name: (before[name] - after[name]) / STEP for name in before}
-    return found
+    scores.loss = metrics["train/loss"]
+    scores.grad_norm = metrics["train/grad_norm"]
+    scores.weights = before
+    scores.gradients = {name: (before[name] - after[name]) / STEP for name in before}
+    return scores
 
 
 def _weights(backend: TrainBackend) -> dict[str, torch.Tensor]:
