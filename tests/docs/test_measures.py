@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
-    "files_above_400_lines": 49,
-    "functions_above_60_lines": 5,
+    "files_above_400_lines": 48,
+    "functions_above_60_lines": 3,
     "getattr_of_args_with_default": 0,
     "attributes_any_none": 0,
     "any_parameter_percent": 0.5,
@@ -47,7 +47,7 @@ TOKENS = {
     "plugins/compat": 11_714,
     "plugins/delta": 6_720,
     "plugins/distillation": 3_976,
-    "plugins/embedded": 42_443,
+    "plugins/embedded": 41_860,
     "plugins/estimators": 6_195,
     "plugins/launch": 2_015,
     "plugins/mixture": 4_918,
@@ -57,11 +57,11 @@ TOKENS = {
     "plugins/rewards": 20_776,
     "plugins/serve": 17_123,
     "plugins/sglang": 5_859,
-    "plugins/tools": 100_396,
+    "plugins/tools": 100_391,
     "plugins/trackers": 2_165,
     "plugins/vllm": 7_006,
     "plugins/workers": 2_887,
-    "plugins/megatron": 48_216,
+    "plugins/megatron": 48_211,
     "plugins/muon": 1_555,
     "plugins/gap": 7_653,
     "plugins/actors": 5_239,

@@ -96,7 +96,7 @@ FIELDS: dict[str, list[str]] = {
     "/update_weights_from_disk": ["model_path", "weight_version"],
     "/update_weight_version": ["new_version", "abort_all_requests"],
     "/get_weights_by_name": ["name", "truncate_size"],
-    "/weights_checker": ["action", "skip_tensor_list"],
+    "/weights_checker": ["action"],
     "/destroy_weights_update_group": ["group_name"],
 }
 GOOD: dict[str, dict[str, Any]] = {

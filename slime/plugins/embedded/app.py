@@ -5,12 +5,9 @@ server.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from typing import Any
 
-import torch
 from aiohttp import web
 
 from slime.engines.keys import NO_KEYS, ServerKeys
@@ -55,7 +52,6 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 @routes.post("/flush_cache")
-@routes.get("/flush_cache")
 async def flush_cache(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     flushed = await engine.call(engine.scheduler.flush)
@@ -66,9 +62,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 @routes.post("/release_memory_occupation")
-@routes.get("/release_memory_occupation")
 @routes.post("/resume_memory_occupation")
-@routes.get("/resume_memory_occupation")
 async def memory_occupation(request: web.Request) -> web.Response:
     """Release memory, or take it again. Without ``tags`` this concerns all memory."""
     engine = request.app[LOADED].engine
@@ -88,15 +82,9 @@ async def model_info(request: web.Request) -> web.Response:
     return json_answer(
         {
             "model_path": loaded.options.model_path,
-            "served_model_name": loaded.options.model_path,
             "tokenizer_path": loaded.options.model_path,
             "is_generation": True,
-            "preferred_sampling_params": None,
             "weight_version": loaded.engine.scheduler.weight_version,
-            "has_image_understanding": loaded.images is not None,
-            "has_audio_understanding": False,
-            "model_type": getattr(loaded.config, "model_type", None),
-            "architectures": getattr(loaded.config, "architectures", None),
         }
     )
 
@@ -117,28 +105,19 @@ async def server_info(request: web.Request) -> web.Response:
         "paused": engine.scheduler.paused,
         "halted": sorted(engine.halted),
         "released": sorted(engine.memory.released),
-        "steps": engine.steps,
-        "generated_tokens": engine.generated_tokens,
     }
     return json_answer(
         {
             "engine": "embedded",
             "version": API_VERSION,
             "model_path": options.model_path,
-            "served_model_name": options.model_path,
             "dtype": options.dtype,
             "device": options.device,
             "tp_size": 1,
-            "dp_size": 1,
-            "pp_size": 1,
             "context_length": loaded.context_len,
             "max_running_requests": engine.scheduler.max_running,
             "max_total_num_tokens": engine.scheduler.max_total_tokens,
             "enable_deterministic_inference": options.deterministic,
-            "deterministic_row_counts": list(engine.runner.row_counts)
-            if options.deterministic
-            else [],
-            "torch_threads": torch.get_num_threads(),
             "internal_states": [state],
         }
     )
@@ -146,27 +125,17 @@ async def server_info(request: web.Request) -> web.Response:
 
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
-    """Answer with the core section of SGLang's ``/v1/loads``."""
+    """Answer with what slime reads of SGLang's ``/v1/loads``."""
     scheduler = request.app[LOADED].engine.scheduler
-    running = len(scheduler.running)
-    waiting = len(scheduler.waiting)
-    # a copy: the model thread changes the list
-    used = sum(sequence.computed for sequence in list(scheduler.running))
-    core = {
-        "dp_rank": 0,
-        "timestamp": time.time(),
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": running + waiting,
-        "num_used_tokens": used,
+    load = {
+        "num_running_reqs": len(scheduler.running),
+        "num_waiting_reqs": len(scheduler.waiting),
+        # a copy: the model thread changes the list
+        "num_used_tokens": sum(sequence.computed for sequence in list(scheduler.running)),
         "num_held_reqs": scheduler.held,
-        "max_total_num_tokens": scheduler.max_total_tokens,
         "max_running_requests": scheduler.max_running,
-        "token_usage": used / scheduler.max_total_tokens,
     }
-    return json_answer(
-        {"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]}
-    )
+    return json_answer({"loads": [load]})
 
 
 # --- the application, without the process around it ---

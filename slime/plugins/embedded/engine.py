@@ -54,8 +54,6 @@ class Engine:
         # for requests without a seed; with None each of them gets a different seed
         self.default_seed = default_seed
         self.halted: set[str] = set()
-        self.steps = 0
-        self.generated_tokens = 0
         self.last_step = time.monotonic()
         self.failure: BaseException | None = None
         self._unexplained = 0  # consecutive failed steps without a sequence that failed again alone
@@ -276,8 +274,6 @@ class Engine:
         except Exception as error:
             self._isolate(plan, error)
             return True
-        self.steps += 1
-        self.generated_tokens += len(sampled)
         self.last_step = time.monotonic()
         for sequence in plan.sampled:
             if sequence.request.stream and sequence.finish_reason is None:

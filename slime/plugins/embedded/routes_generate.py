@@ -50,7 +50,6 @@ Event = tuple[Sequence, int, FinishReason | None, str]
 
 
 @routes.post("/generate")
-@routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     loaded = request.app[SERVED]
     parsed = parse_generate(await body_of(request), loaded.vocab_size)

@@ -23,7 +23,6 @@ from slime.plugins.embedded.fields import (
     body_of,
     json_answer,
     json_object,
-    list_of,
     need,
     one_of,
     outcome,
@@ -35,17 +34,15 @@ from slime.plugins.embedded.fields import (
 )
 from slime.plugins.embedded.tensor_wire import (
     GROUP_TIMEOUT,
-    MAX_TENSORS,
     announced,
     join_group,
     read_tensors,
     receive,
 )
-from slime.plugins.embedded.weights import overall_checksum
 from slime.registry import find, parts
 
 routes = web.RouteTableDef()
-ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
+ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
 MAX_GROUPS = 4
 _NAME = text(4096)  # the name of a tensor, group or version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
@@ -83,12 +80,6 @@ def _require_open(request: web.Request) -> None:
         )
 
 
-async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> None:
-    engine = request.app[LOADED].engine
-    if take(body, "abort_all_requests", truth, False):
-        await engine.call(engine.abort, None)
-
-
 def _weight_loaders() -> list[str | None]:
     """The loaders of the registered transports; a request may name no other function."""
     kinds = "weight mode", "transport"
@@ -107,7 +98,6 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     )
     version = take(body, "weight_version", _NAME, None)
     _require_open(request)
-    await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
     weights = request.app[LOADED].engine.weights
 
@@ -199,7 +189,6 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
             "first"
         )
     _require_open(request)
-    await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 
     # On the model's thread, between two steps.
@@ -238,7 +227,6 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     body = await body_of(request)
     folder = Path(need(body, "model_path", _path))
     version = take(body, "weight_version", _NAME, None)
-    await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 
     def write() -> int:
@@ -266,7 +254,6 @@ async def get_weight_version(request: web.Request) -> web.Response:
 
 
 @routes.post("/get_weights_by_name")
-@routes.get("/get_weights_by_name")
 async def get_weights_by_name(request: web.Request) -> web.Response:
     body = await body_of(request)
     engine = request.app[LOADED].engine
@@ -276,42 +263,25 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
 
 
 @routes.post("/weights_checker")
-@routes.get("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
     """Return checksums, or test whether an update writes every tensor.
 
     The test has three actions: ``snapshot`` keeps a copy of all tensors, ``reset_tensors``
     overwrites the tensors, and after the update ``compare`` compares them with the copy.
     """
-    body = await body_of(request)
-    action = take(body, "action", one_of(*ACTIONS), "checksum")
-    skip = take(body, "skip_tensor_list", list_of(_NAME, MAX_TENSORS), [])
+    action = take(await body_of(request), "action", one_of(*ACTIONS), "checksum")
     engine = request.app[LOADED].engine
     weights = engine.weights
     if action == "checksum":
-        checksums = await engine.call(weights.checksums, skip)
-        rank = {
-            "checksums": checksums,
-            "per_gpu_checksum": overall_checksum(checksums),
-            "parallelism_info": [_ALONE],
-        }
-        return outcome(True, "Success", ranks=[rank], per_engine_checksum=rank["per_gpu_checksum"])
+        checksums = await engine.call(weights.checksums)
+        return outcome(True, "Success", ranks=[{"checksums": checksums}])
     if action == "snapshot":
         await engine.call(weights.take_snapshot)
-    elif action in ("reset_tensors", "reset"):
-        await engine.call(engine.change_weights, lambda: weights.reset(skip), None)
+    elif action == "reset_tensors":
+        await engine.call(engine.change_weights, weights.reset, None)
     else:
-        different = await engine.call(weights.compare, skip)
+        different = await engine.call(weights.compare)
         if different:
             names = ", ".join(different[:5])
             return outcome(False, f"{len(different)} tensors differ from the snapshot: {names}")
     return outcome(True, "Success")
-
-
-_ALONE = {
-    "role": "target",
-    **{f"{axis}_rank": 0 for axis in ("tp", "dp", "pp")},
-    **{f"{axis}_size": 1 for axis in ("tp", "dp", "pp")},
-    "rank": 0,
-    "size": 1,
-}

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import difflib
 import gc
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -222,28 +221,24 @@ class Weights:
         view = view if view.dim() else view[None]
         return list(view[:truncate].float().tolist())
 
-    def checksums(self, skip: Sequence[str] = ()) -> dict[str, str]:
+    def checksums(self) -> dict[str, str]:
         """Return the XXH3-128 of the bytes of each tensor, in the dtype of the engine."""
-        return {
-            name: tensor_digest(view)
-            for name, view in self.views.items()
-            if not _skipped(name, skip)
-        }
+        return {name: tensor_digest(view) for name, view in self.views.items()}
 
     def take_snapshot(self) -> None:
         self.snapshot = {name: view.detach().cpu().clone() for name, view in self.views.items()}
 
     @torch.no_grad()
-    def reset(self, skip: Sequence[str] = ()) -> None:
+    def reset(self) -> None:
         """Fill all floating-point tensors with noise, so that :meth:`compare` shows tensors that no
         update wrote.
         """
         generator = torch.Generator().manual_seed(0)
-        for name, view in self.views.items():
-            if view.is_floating_point() and not _skipped(name, skip):
+        for view in self.views.values():
+            if view.is_floating_point():
                 view.copy_(torch.randn(view.shape, generator=generator))
 
-    def compare(self, skip: Sequence[str] = ()) -> list[str]:
+    def compare(self) -> list[str]:
         """Return the names of the tensors that differ from the snapshot, and drop the snapshot.
 
         Raises:
@@ -258,21 +253,8 @@ class Weights:
         return [
             name
             for name, view in self.views.items()
-            if not _skipped(name, skip) and not torch.equal(view.detach().cpu(), snapshot[name])
+            if not torch.equal(view.detach().cpu(), snapshot[name])
         ]
-
-
-def overall_checksum(checksums: dict[str, str]) -> str:
-    """Return one digest of the names and checksums of all tensors."""
-    digest = hashlib.sha256()
-    for name in sorted(checksums):
-        digest.update(name.encode())
-        digest.update(checksums[name].encode())
-    return digest.hexdigest()
-
-
-def _skipped(name: str, skip: Sequence[str]) -> bool:
-    return any(part in name for part in skip)
 
 
 def _is_weight(model: PreTrainedModel, name: str) -> bool:

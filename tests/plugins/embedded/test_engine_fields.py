@@ -191,7 +191,6 @@ CONTROL = {
         "buffer",
         "tensors",
         "weight_version",
-        "abort_all_requests",
     ),
     "/init_weights_update_group": (
         "master_address",
@@ -209,10 +208,10 @@ CONTROL = {
         "load_format",
     ),
     "/destroy_weights_update_group": ("group_name",),
-    "/update_weights_from_disk": ("model_path", "weight_version", "abort_all_requests"),
+    "/update_weights_from_disk": ("model_path", "weight_version"),
     "/update_weight_version": ("new_version", "abort_all_requests"),
     "/get_weights_by_name": ("name", "truncate_size"),
-    "/weights_checker": ("action", "skip_tensor_list"),
+    "/weights_checker": ("action",),
     "/release_memory_occupation": ("tags",),
     "/resume_memory_occupation": ("tags",),
 }
