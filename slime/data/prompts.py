@@ -96,6 +96,8 @@ class Report:
             problems.notices.append(
                 f"{spec}: {self.json_prompts} prompts are JSON text, which is read as messages"
             )
+        if "'image" in self.names and not self.keys.multimodal:
+            problems.notices.append(f"{spec}: images are not read without --multimodal-keys")
         # A column that is missing in every row is one mistake of a flag, not one for each row.
         absent = sorted(self.absent) if self.names else []
         for name, key in absent:
@@ -121,6 +123,7 @@ def parse_rows(
     """
     report = Report(keys)
     prompts = []
+    as_messages |= bool(keys.multimodal)
     for raw in raws:
         report.rows += 1
         try:
@@ -128,7 +131,6 @@ def parse_rows(
             report.saw(data)
             messages = _json_messages(lookup(data, keys.prompt)) if json_messages else None
             report.json_prompts += messages is not None
-            as_messages = as_messages or bool(keys.multimodal)
             prompts.append(_parse_row(raw, data, keys, as_messages, messages))
         except ValueError as error:
             report.add(raw.where, error)
@@ -143,9 +145,7 @@ def _json_messages(value: object) -> list[Any] | None:
         parsed = parse_json(value)
     except ValueError:
         return None
-    if not _are_objects(parsed):
-        return None
-    return parsed if any("role" in entry for entry in parsed) else None
+    return parsed if _are_objects(parsed) and any("role" in entry for entry in parsed) else None
 
 
 def _parse_row(
@@ -173,8 +173,8 @@ def _parse_row(
         lambda value: isinstance(value, Mapping),
     )
     metadata = dict(metadata or {})
-    tools = _decoded(_optional(data, keys.tools), "tools", "a list of objects", _are_objects)
-    tools = list(tools or ()) or None
+    given = _optional(data, keys.tools)
+    tools = _decoded(given, "tools", "a list of objects", _are_objects) or None
     if raw.filled:
         tools = _unfilled(tools)
         for message in prompt if isinstance(prompt, list) else ():
@@ -326,10 +326,10 @@ def _insert_media(
 
     result = []
     for message in messages:
-        content = message.get("content")
+        content: Any = message.get("content")
         if isinstance(content, list):
             message = message | {"content": [made for part in content for made in filled(part)]}
-        elif isinstance(content, str) and marked(content):
+        elif marked(content):
             message = message | {"content": split(content)}
         result.append(message)
     for name, column in columns.items():

@@ -155,7 +155,7 @@ class _Check:
         first: PromptRow | None = None  # whose label was checked
         try:
             rows = RowFile(spec)
-            count = len(rows) if limit is None else min(limit, len(rows))
+            count = min(limit or len(rows), len(rows))
             for begin in range(0, count, _ROWS_AT_ONCE):
                 part = rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count)))
                 prompts, part_report = make.parse(part)
@@ -186,7 +186,7 @@ class _Check:
         if labelled:
             problems.extend(label_problems)
         elif first is not None and label_problems.count:
-            unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
+            unset = "" if rm_type else "there is neither --rm-type nor --custom-rm-path, and "
             problems.add(
                 f"{spec}: {unset}no row has a label (column {make.keys.label!r}, --label-key); the "
                 f"rows have {report.names}; {self.label(rm_type, first, first.label)}"

@@ -47,6 +47,15 @@ def test_good_data_has_no_problems(tmp_path: Path) -> None:
     assert check_data(args, check_label) == [], "with the label check of the rewards themselves"
 
 
+@pytest.mark.parametrize("keys", [None, {"image": "images"}])
+def test_images_that_no_flag_names_are_told(tmp_path: Path, keys: dict[str, str] | None) -> None:
+    rows = [{"prompt": "<image> What is it?", "label": "4", "images": ["data:image/png;base64,"]}]
+    args = make_args(prompt_data=write(tmp_path / "a.jsonl", rows), multimodal_keys=keys)
+    check_data(args, check_label)
+    told = f"{args.prompt_data}: images are not read without --multimodal-keys"
+    assert (told in args.notices) == (keys is None)
+
+
 def test_everything_is_reported_together(tmp_path: Path) -> None:
     train = write(
         tmp_path / "train.jsonl",
