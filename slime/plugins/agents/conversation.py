@@ -436,9 +436,8 @@ def tool_calls(text: str) -> list[ToolCall]:
     """Parse all tool calls in a turn, in their order.
 
     A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``<tool_call>`` and
-    ``</tool_call>``. The key
-    ``parameters``, which some models write, is accepted in place of ``arguments``. Malformed calls
-    are returned with an ``error``.
+    ``</tool_call>``. The key ``parameters``, which some models write, is accepted in place of
+    ``arguments``. Malformed calls are returned with an ``error``.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
