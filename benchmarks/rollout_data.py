@@ -37,6 +37,7 @@ from slime.cluster.rollout_state import Rollout, RolloutState
 from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run
 from slime.data.convert import each_part, samples_to_train_data
 from slime.data.fields import Ragged
 from slime.data.sample import Sample, flatten
@@ -119,7 +120,7 @@ def make_args(options: argparse.Namespace) -> Args:
         save="unused",
         rollout_num_gpus=options.ranks,
     )
-    resolve_defaults(args)
+    resolve_defaults(Run(args))
     return args
 
 

@@ -50,6 +50,7 @@ def walk(path: Path, rollouts: int) -> dict[str, Any]:
     """What a run does with the file, without engines and trainer."""
     from slime.config.args import Args
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
     from slime.data.dataset import Dataset
     from slime.data.sample import flatten
     from slime.data.source import RolloutDataSource
@@ -60,7 +61,7 @@ def walk(path: Path, rollouts: int) -> dict[str, Any]:
         prompt_data=str(path), streaming_data=True, input_key="prompt", label_key="label", rollout_shuffle=True,
         n_samples_per_prompt=8, rm_type="math",
     )  # fmt: skip
-    resolve_defaults(args)
+    resolve_defaults(Run(args))
     phases = Phases()
     assert check_data(args, check_label) == []
     phases.end("check before the start")

@@ -111,6 +111,7 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     """Flags as train.py would have them; what only a whole run needs is not asked for."""
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
 
     samples = options.micro_batches * max(options.tokens // options.sample_tokens, 1) * world
     on_cuda = options.device == "cuda"
@@ -136,7 +137,7 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
         *rest,
     ]
     args, problems = read_command_line(words)
-    problems += resolve_defaults(args)
+    problems += resolve_defaults(Run(args))
     if problems:
         raise SystemExit("\n".join(problems))
     return args

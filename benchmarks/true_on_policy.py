@@ -342,6 +342,7 @@ def agreement(options: argparse.Namespace, shape: str, exact: bool) -> None:
     from slime.backends.create import create_backend
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
     from slime.engines.process import free_port
     from slime.plugins.embedded.loading import EngineOptions, load_engine
 
@@ -385,7 +386,7 @@ def agreement(options: argparse.Namespace, shape: str, exact: bool) -> None:
         *(["--true-on-policy"] if exact else []),
     ]
     args, problems = read_command_line(words)
-    problems += resolve_defaults(args)
+    problems += resolve_defaults(Run(args))
     assert not problems, problems
     backend: Any = create_backend(args, "actor", 0, 1, "127.0.0.1", free_port(), 0)
     scored = [

@@ -57,6 +57,7 @@ def parse_options() -> argparse.Namespace:
 def arguments(options: argparse.Namespace, folder: Path, exact: bool) -> Any:
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
 
     words = ["--hf-checkpoint", folder, "--train-backend", "fsdp", "--rollout-backend", "sglang"]
     words += [
@@ -71,7 +72,7 @@ def arguments(options: argparse.Namespace, folder: Path, exact: bool) -> Any:
     words += ["--no-skip-zero-advantage-groups", "--no-compile-layers", *sglang_flags(options)]
     words += ["--true-on-policy"] if exact else []
     args, problems = read_command_line([str(word) for word in words])
-    problems += resolve_defaults(args)
+    problems += resolve_defaults(Run(args))
     assert not problems, problems
     return args
 

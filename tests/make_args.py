@@ -47,7 +47,7 @@ def make_args(
             raise TypeError(f"args has no {name!r}")
         setattr(args, name, value)
     args.explicit = frozenset(changes) & FLAGS.keys()
-    if problems := resolve_defaults(args, asynchronous=asynchronous, machine=machine):
+    if problems := resolve_defaults(Run(args, asynchronous, machine)):
         raise ValueError("\n".join(problems))
     return args.with_values(**after)
 

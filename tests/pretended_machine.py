@@ -9,6 +9,6 @@ from slime.config.machine import Machine
 
 def pretend_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Parsing finds ``machine`` with every backend installed, in defaults as in checks."""
-    monkeypatch.setattr("slime.config.resolve.this_machine", lambda: machine)
+    monkeypatch.setattr("slime.config.rules.this_machine", lambda: machine)
     for module in ("resolve", "rules", "run", "trainer"):
         monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)

@@ -142,9 +142,7 @@ def check_estimator(case: dict[str, Any]) -> None:
     }
     for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values", "squared_probs"):
         if name in case:
-            batch[{"log_probs": "old_log_probs", "values": "old_values"}.get(name, name)] = (
-                to_tensors(name, case[name])
-            )
+            batch[name] = to_tensors(name, case[name])
     compute_advantages(AdvantageSettings.from_args(args), batch, Identity())
     assert close(to_lists(batch["advantages"]), case["advantages"]), batch["advantages"]
     if "returns" in case:

@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "batc
 
 
 def page() -> str:
-    """A list for each kind of entries, by the documented names."""
+    """A list for each kind of entries."""
     lines = [
         "# The training batch",
         "",
@@ -31,7 +31,7 @@ def page() -> str:
     for per in dict.fromkeys(field.per for field in FIELDS):
         lines += ["", f"## One value per {per}" if per != "other" else "## Other forms", ""]
         for field in (field for field in FIELDS if field.per == per):
-            name = f"**`{field.public_name}`**" if field.always else f"`{field.public_name}`"
+            name = f"**`{field.name}`**" if field.always else f"`{field.name}`"
             dtype = field.wire if field.tensor is None else field.tensor or "as given"
             lines.append(f"- {name}{f' ({dtype})' if dtype else ''}: {field.meaning}")
     return "\n".join(lines) + "\n"

@@ -26,6 +26,7 @@ def main() -> None:
     from slime.cluster.folders import snapshot_of
     from slime.config.parser import read_settings
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
     from slime.engines.process import free_port
 
     parser = argparse.ArgumentParser(
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--output-dir", required=True, type=Path)
     options, rest = parser.parse_known_args()
     args, problems = read_settings(rest)
-    problems += resolve_defaults(args)
+    problems += resolve_defaults(Run(args))
     if args.load is None or args.hf_checkpoint is None:
         problems.append(
             "--load and --hf-checkpoint are needed: what to convert, and the config and "

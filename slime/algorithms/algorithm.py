@@ -92,7 +92,7 @@ class Algorithm(ABC):
     """
 
     needs_critic: ClassVar[bool] = False
-    """Whether the run trains a critic, whose ``old_values`` are in the batch."""
+    """Whether the run trains a critic, whose ``values`` are in the batch."""
     needs_group: ClassVar[bool] = True
     """Whether the baseline compares the samples of one prompt. With a single sample, every
     advantage would be 0.
@@ -160,7 +160,7 @@ class Algorithm(ABC):
 
         Args:
             batch: The rank batch over whole responses: ``rewards`` (one float per sample), ``kl``,
-                ``loss_masks`` and, with a critic, ``old_values`` (each ``[response_length]`` per
+                ``loss_masks`` and, with a critic, ``values`` (each ``[response_length]`` per
                 sample), ``response_lengths`` and ``total_lengths``.
         """
 

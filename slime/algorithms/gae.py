@@ -93,18 +93,18 @@ class Ppo(Algorithm):
         trained token.
 
         Raises:
-            ValueError: The batch has no ``old_values``.
+            ValueError: The batch has no ``values``.
         """
-        if batch.get("old_values") is None:
+        if batch.get("values") is None:
             raise ValueError(
-                "--advantage-estimator ppo needs the critic's old_values, but the batch has none"
+                "--advantage-estimator ppo needs the critic's values, but the batch has none"
             )
         # Only trained tokens are time steps. The output of a tool between two turns is not an
         # action, and the critic is not trained on it, so neither its values nor its length may have
         # an effect: the token after t is the next trained token. Masked tokens get advantages and
         # returns of 0.
         masks = [mask.bool() for mask in batch["loss_masks"]]
-        values = [v[mask] for v, mask in zip(batch["old_values"], masks, strict=True)]
+        values = [v[mask] for v, mask in zip(batch["values"], masks, strict=True)]
         rewards = []
         for reward, kl, mask in zip(batch["rewards"], batch["kl"], masks, strict=True):
             token_rewards = -self.settings.kl_coef * kl[mask]

@@ -84,7 +84,7 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
     or the custom function; the distillation term, which also sets ``opd_reverse_kl``; whitening;
     and the mean importance weight (``mis_weight_mean``) if the loss divides by it.
 
-    ``old_log_probs`` may be absent unless one of these steps needs them. The loss then uses the
+    ``log_probs`` may be absent unless one of these steps needs them. The loss then uses the
     current log-probs.
 
     Args:
@@ -106,8 +106,7 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
         _check_shapes(batch, f"{type(settings.algorithm).__name__}.advantages")
     else:
         what = f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}"
-        with batch.lent_to(what) as view:
-            settings.custom(settings.args, view)
+        settings.custom(settings.args, batch)
         _check_shapes(batch, what)
         values = flatten([torch.as_tensor(x) for x in batch["advantages"]])
         if not keep_where(flatten(batch["loss_masks"]).to(values.device), values).isfinite().all():
@@ -130,7 +129,7 @@ def _policy_log_probs(settings: AdvantageSettings, batch: RankBatch) -> list[Ten
     """
     if settings.use_rollout_logprobs and batch.get("rollout_log_probs") is not None:
         return batch["rollout_log_probs"]
-    return batch.get("old_log_probs")
+    return batch.get("log_probs")
 
 
 def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tensor]:
@@ -140,7 +139,7 @@ def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tens
             for length, mask in zip(batch["response_lengths"], batch["loss_masks"], strict=True)
         ]
     why = f"--kl-coef {settings.kl_coef}"
-    log_probs = require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", why)
+    log_probs = require(_policy_log_probs(settings, batch), "old log-probs (log_probs)", why)
     ref = require(batch.get("ref_log_probs"), "ref_log_probs", why)
     return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
 
@@ -159,9 +158,7 @@ def _check_shapes(batch: RankBatch, what: str) -> None:
 
 
 def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
-    student = require(
-        _policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd"
-    )
+    student = require(_policy_log_probs(settings, batch), "old log-probs (log_probs)", "--use-opd")
     teacher = require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
     kl = [
         reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)
@@ -176,7 +173,7 @@ def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: Ra
 def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
     # The mean is computed once, over the whole rollout. With a mean per micro-batch, the loss would
     # depend on how samples are packed.
-    train = flatten(require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
+    train = flatten(require(batch.get("log_probs"), "log_probs", "tis_batch_normalize"))
     rollout = flatten(
         require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize")
     )
@@ -257,7 +254,7 @@ def _means(
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
-        names.append(BY_NAME[key].public_name)
+        names.append(key)
         # Sums and counts instead of means, because ranks have different numbers of samples. One
         # collective at the end reduces all metrics.
         numbers += [sum(values), math.fsum(weights) if key in _REWARDS else float(len(values))]

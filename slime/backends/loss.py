@@ -349,7 +349,7 @@ def _pg_reducer(
 
 def _value_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     values = require(tokens.values, "values", "the value loss")
-    old_values = require(tokens.old_values, "old_values", "the value loss")
+    old_values = require(tokens.old_values, "the values before the step", "the value loss")
     returns = require(tokens.returns, "returns", "the value loss")
     loss, clipfrac = compute_value_loss(values, old_values, returns, settings.value_clip)
     mean = _mean(settings, tokens, tokens.loss_mask)

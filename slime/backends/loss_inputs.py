@@ -147,7 +147,7 @@ class Correction:
     """Whether the function is that of ``--custom-tis-function-path``."""
 
 
-PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS)
+PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS.values())
 """The fields of :class:`TokenBatch` with one value per response token, without the mask."""
 
 
@@ -218,8 +218,8 @@ class TokenBatch:
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens; only together with ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The entries of the rank batch for these samples (lists of length n), by their documented
-    names. Entries per response token are the part of this rank."""
+    """The entries of the rank batch for these samples (lists of length n). Entries per response token
+    are the part of this rank."""
 
     @classmethod
     def from_rank_batch(
@@ -275,7 +275,7 @@ class TokenBatch:
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
             sample_entries=_sample_entries(batch, indices, response_index),
-            **{name: flat(name) for name in LOSS_FIELDS},
+            **{field: flat(name) for name, field in LOSS_FIELDS.items()},
         )
 
     @property
@@ -335,5 +335,5 @@ def _sample_entries(
                 torch.as_tensor(value)[own]
                 for value, own in zip(values, response_index, strict=True)
             ]
-        found[BY_NAME[key].public_name if key in BY_NAME else key] = values
+        found[key] = values
     return found

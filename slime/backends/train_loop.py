@@ -63,8 +63,8 @@ def train_on_rollout(
     """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
     All ranks must call this together, each with its own batch. These entries are added to the
-    batch, unless it has them already: ``ref_log_probs``, ``old_log_probs`` (if they are
-    recomputed), ``old_values`` (of the critic, from before the update), ``kl``, ``advantages`` and
+    batch, unless it has them already: ``ref_log_probs``, ``log_probs`` (if they are
+    recomputed), ``values`` (of the critic, from before the update), ``kl``, ``advantages`` and
     ``returns``.
 
     Args:
@@ -121,7 +121,7 @@ def prepare(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
     critic = backend.role == "critic"
     # Forward passes of the other models and of the old policy, each only if the loss needs it.
     score(backend, batch, timer)
-    if args.use_critic and batch.get("old_values") is None:
+    if args.use_critic and batch.get("values") is None:
         raise ValueError(
             f"--advantage-estimator {args.advantage_estimator} needs the critic's values in "
             "the actor's batch"
@@ -131,10 +131,8 @@ def prepare(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
         settings = AdvantageSettings.from_args(args)
         compute_advantages(settings.for_critic() if critic else settings, batch, backend.reduce)
         if args.rollout_data_postprocess_path and not critic:
-            with batch.lent_to(args.rollout_data_postprocess_path) as view:
-                load_function(args.rollout_data_postprocess_path)(
-                    args, batch.get("rollout_id"), view
-                )
+            postprocess = load_function(args.rollout_data_postprocess_path)
+            postprocess(args, batch.get("rollout_id"), batch)
 
 
 # --- a rollout that is trained in parts while it is generated (--train-during-rollout) -------------
@@ -201,7 +199,7 @@ def train_parts(backend: FsdpBackend, batch: RankBatch, parts: Parts, timer: Pha
     for number, part in enumerate(parts.batches):
         if number >= early:
             prepare(backend, part, timer)
-        if different := (part.keys() ^ parts.batches[0].keys()) & {*LOSS_FIELDS}:
+        if different := (part.keys() ^ parts.batches[0].keys()) & LOSS_FIELDS.keys():
             raise ValueError(
                 f"not all samples of the rollout have {', '.join(sorted(different))}, but some are "
                 "trained already: leave --train-during-rollout out"
@@ -232,7 +230,7 @@ def part_of(batch: RankBatch, number: int) -> RankBatch:
     packs = mb.of_step(batch, number)
     # A schedule puts the samples of a part behind those of the parts before it.
     first, after = packs[0][0], packs[-1][-1] + 1
-    part = RankBatch(added=batch.added)
+    part = RankBatch()
     for name, entry in batch.items():
         per_sample = isinstance(entry, list) and len(entry) == len(batch["tokens"])
         part[name] = entry[first:after] if per_sample else entry
@@ -276,11 +274,11 @@ def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
     """Run the forward passes before the first optimizer step, each only if it is needed."""
     needs = backend.needs
     if backend.role == "critic":
-        if batch.get("old_values") is None:
+        if batch.get("values") is None:
             with timer.phase("values"):
                 # Computed before any update: they are the baseline of the advantages, and the value
                 # loss clips around them.
-                batch["old_values"] = backend.values(batch)
+                batch["values"] = backend.values(batch)
         return
     if needs.ref_log_probs and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
@@ -289,20 +287,20 @@ def score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
         with timer.phase("teacher_log_probs"):
             batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
     tag: ModelTag = "old_actor" if needs.old_actor else "actor"
-    recompute = needs.recomputes_old_log_probs(batch) and batch.get("old_log_probs") is None
+    recompute = needs.recomputes_old_log_probs(batch) and batch.get("log_probs") is None
     if recompute or (needs.rollout_entropy and batch.get("entropy") is None):
         with timer.phase("log_probs"):
             scores = backend.log_probs(batch, tag, with_entropy=needs.rollout_entropy)
             if "entropy" in scores:
                 batch["entropy"] = scores["entropy"]
             if recompute:
-                batch["old_log_probs"] = scores["log_probs"]
+                batch["log_probs"] = scores["log_probs"]
     if needs.squared_probs and batch.get("squared_probs") is None:
         with timer.phase("log_probs"):
             # At half the temperature, a token of the logit z has log π' = 2z − log Σ exp(2z), and
             # log Σπ² = log Σ exp(2z) − 2 log Σ exp(z).
             sharp = backend.log_probs(batch, tag, temperature=needs.temperature / 2)["log_probs"]
-            old = batch.get("old_log_probs") or backend.log_probs(batch, tag)["log_probs"]
+            old = batch.get("log_probs") or backend.log_probs(batch, tag)["log_probs"]
             batch["squared_probs"] = [(2 * p - q).exp() for p, q in zip(old, sharp, strict=True)]
 
 

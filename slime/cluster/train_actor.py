@@ -204,7 +204,7 @@ class TrainActor:
             self.backend.take_save_memory()
         template = args.save_debug_train_data
         if template and self.role == "actor":
-            save_train_batches(template, rollout_id, batch.under_hook_names(), self.backend)
+            save_train_batches(template, rollout_id, dict(batch), self.backend)
         # Engines on the same accelerator take memory next.
         if args.offload_train or args.offload_rollout:
             self.backend.clear_memory()
@@ -212,7 +212,7 @@ class TrainActor:
         # driver in between.
         entries = ()
         if self.role == "critic":
-            entries = [door().put({name: batch[name] for name in ("old_values", "partition")})]
+            entries = [door().put({name: batch[name] for name in ("values", "partition")})]
         return {"metrics": metrics, "timings": timings, "entries": entries}
 
     def train_early_part(self, batch_ref: Batches, number: int) -> TrainResult:

@@ -9,7 +9,7 @@ import dataclasses
 import dis
 import functools
 import sys
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Self
@@ -235,9 +235,6 @@ class _Flags(Mapping[str, Flag]):
 
     def __len__(self) -> int:
         return len(_flags_with(sections()))
-
-    def items(self) -> ItemsView[str, Flag]:
-        return _flags_with(sections()).items()
 
 
 @functools.cache

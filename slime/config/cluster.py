@@ -21,6 +21,7 @@ from slime.config.machine import Machine, connection_limit
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.rules import Run
 
 
 @dataclass
@@ -79,7 +80,9 @@ class ClusterConfig(Section):
         return (self.rollout_num_gpus or 0) // max(self.rollout_num_gpus_per_engine, 1)
 
 
-def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
+def derive_resources(run: Run) -> None:
+    args = run.args
+    machine = run.machine
     # Nothing has to make room.
     if args.debug_rollout_only:  # there is no trainer to share the GPUs with
         args.colocate = args.offload = args.offload_train = args.offload_rollout = False
@@ -94,7 +97,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
             or args.debug_rollout_only
             or bool(args.rollout_external_engine_addrs)
         )
-        args.notices += _default_placement(args, gpus, alone, asynchronous)
+        args.notices += _default_placement(args, gpus, alone, run.asynchronous)
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.sglang_config and (models := readable_models(args)):
         args.fill(rollout_num_gpus=total_gpus(models))
@@ -149,9 +152,11 @@ def environment_texts(variables: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def check_machine(args: Args, machine: Machine) -> list[str]:
+def check_machine(run: Run) -> list[str]:
     """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later,
     when the run connects to it."""
+    args = run.args
+    machine = run.machine
     if machine.in_cluster:
         return []
     engines = len(args.rollout_external_engine_addrs or []) or args.num_servers

@@ -16,7 +16,6 @@ from slime import registry
 from slime.config import passthrough
 from slime.config.args import FLAGS, Args, spellings, underscored
 from slime.config.flag import Flag, did_you_mean
-from slime.config.machine import this_machine
 from slime.config.resolve import resolve_defaults, validate
 from slime.config.rules import Run, idle_flags
 from slime.config.settings import (
@@ -348,10 +347,10 @@ def check_args(
     # What a refused flag says is told before what follows from other flags.
     refused, idle = check_states(args, args.explicit, FLAGS)
     args.notices += registry.failures()
-    problems += [*refused, *resolve_defaults(args, asynchronous=asynchronous)]
-    problems += validate(args, asynchronous=asynchronous)
+    run = Run(args, asynchronous)
+    problems += [*refused, *resolve_defaults(run), *validate(run)]
     # One notice lists all flags without effect, whatever the reason.
-    idle += idle_flags(Run(args, asynchronous, this_machine()))
+    idle += idle_flags(run)
     args.notices += no_effect_notice(idle)
     for check in extra_checks:
         problems += check(args)

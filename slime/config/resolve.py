@@ -25,22 +25,20 @@ from slime.config import (
     trainer,
 )
 from slime.config import run as start
-from slime.config.args import FLAGS, Args
+from slime.config.args import FLAGS
 from slime.config.flag import out_of_range
 from slime.config.layout import ParallelLayout
-from slime.config.machine import Machine, installed, this_machine
+from slime.config.machine import installed
 from slime.config.rules import Run, check_rules, set_defaults
 from slime.registry import find, parts
 
 
-def resolve_defaults(
-    args: Args, *, asynchronous: bool = False, machine: Machine | None = None
-) -> list[str]:
+def resolve_defaults(run: Run) -> list[str]:
     """Fill in the derived defaults of flags that were not given, and return the problems.
 
     The order matters: later derivations read the values of earlier ones.
     """
-    machine = machine or this_machine()
+    args = run.args
     problems: list[str] = []
     # The checks compare these paths with those of slime's own functions, so each has one spelling.
     for name, flag in FLAGS.items():
@@ -48,8 +46,8 @@ def resolve_defaults(
             setattr(args, name, hooks.dotted(getattr(args, name)))
     # First the backends: the defaults of the model, of precision and of weight syncs depend on
     # them.
-    start.derive_backends(args, machine, args.inline)
-    trainer.derive_model(args, machine)
+    start.derive_backends(args, run.machine, args.inline)
+    trainer.derive_model(run)
     embedded = args.rollout_backend == "embedded" and not args.rollout_external_engine_addrs
     lora.derive_lora(args.load, embedded, lora=args, sync=args)
     # Then what replaces a part of the run: a debug mode has no trainer or no engines, and an
@@ -74,12 +72,12 @@ def resolve_defaults(
     # The standard deviation of one reward is 0.
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
-    cluster.derive_resources(args, machine, asynchronous)
+    cluster.derive_resources(run)
     # Then what follows from a single flag, or from conditions that are rows.
     for name, flag in FLAGS.items():
         if flag.same_as:
             args.fill(**{name: getattr(args, flag.same_as)})
-    set_defaults(Run(args, asynchronous, machine))
+    set_defaults(run)
     args.notices += cluster.derive_critic(args, args.use_critic and not args.critic_gpus)
     args.notices += data.derive_evaluation(args, args.rollout_function_path)
     # The folders come last: their names contain the model and the estimator.
@@ -157,19 +155,13 @@ def _checks(run: Run) -> Iterator[list[str]]:
     args.notices += notices
     yield problems
     yield settings.check_roles(args)
-    yield cluster.check_machine(args, run.machine)
+    yield cluster.check_machine(run)
 
 
-def validate(
-    args: Args,
-    *,
-    asynchronous: bool = False,
-    machine: Machine | None = None,
-) -> list[str]:
-    """Return the problems of resolved arguments. Notices are added to ``args.notices``.
+def validate(run: Run) -> list[str]:
+    """Return the problems of resolved arguments. Notices are added to ``run.args.notices``.
 
     What the data files hold is checked by :mod:`slime.data.validate`.
     """
-    run = Run(args, asynchronous, machine or this_machine())
     # Rules are checked even if other checks fail, so that one call tells everything.
     return [problem for check in _checks(run) for problem in check] + check_rules(run)

@@ -26,7 +26,7 @@ from slime.config.files import TABLES, read_json
 from slime.config.hf_config import is_hf_folder, model_config
 from slime.config.layout import context_ranks
 from slime.config.lora import has_experts
-from slime.config.machine import Machine, installed
+from slime.config.machine import Machine, installed, this_machine
 from slime.config.passthrough import Attributes, Spelling
 from slime.config.rollout import (
     is_fully_async,
@@ -263,12 +263,13 @@ def idle_flags(run: Run) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-class Run(NamedTuple):
-    """What the facts are about."""
+@dataclass(frozen=True)
+class Run:
+    """What rules, checks and derived defaults are about."""
 
     args: Args
-    asynchronous: bool
-    machine: Machine
+    asynchronous: bool = False
+    machine: Machine = field(default_factory=lambda: this_machine())
 
     @property
     def algorithm(self) -> type[Algorithm]:

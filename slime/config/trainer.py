@@ -14,11 +14,12 @@ from slime.config.hf_config import (
     media_token_ids,
     megatron_folder,
 )
-from slime.config.machine import Machine, installed
+from slime.config.machine import installed
 from slime.config.run import other_folder
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.config.rules import Run
 
 
 @dataclass
@@ -88,7 +89,9 @@ class ModelConfig(Section):
     """YAML file with flag values for one role, under the keys actor and critic"""
 
 
-def derive_model(args: Args, machine: Machine) -> None:
+def derive_model(run: Run) -> None:
+    args = run.args
+    machine = run.machine
     # Launch scripts often name the model only once.
     for name in "ref_load", "load":
         folder = getattr(args, name)

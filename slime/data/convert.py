@@ -21,7 +21,6 @@ from slime.data.fields import (
     RankBatch,
     TrainData,
     Wire,
-    from_hook_names,
     pack_part,
 )
 from slime.data.packing import shared_beginnings
@@ -233,11 +232,13 @@ def _token_counts(
     return totals
 
 
-def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
+def _group_keys(groups: Sequence[Group | Sample]) -> list[int]:
     """The group key of each sample: its ``group_index``, or if a hook made a sample without one,
-    that of its list.
+    that of its list, which is a new number if no sample of the list has one.
     """
-    keys: list[Hashable] = []
+    numbers = [s.group_index for s in flatten(groups) if s.group_index is not None]
+    unnumbered = max(numbers, default=-1) + 1
+    keys: list[int] = []
     for position, group in enumerate(groups):
         samples = flatten(group)
         known = {s.group_index for s in samples if s.group_index is not None}
@@ -251,12 +252,12 @@ def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
                 f"group {position} has samples of groups {sorted(known)} and some without a "
                 "group_index"
             )
-        fallback: Hashable = known.pop() if len(known) == 1 else ("list", position)
+        fallback = known.pop() if len(known) == 1 else unnumbered + position
         keys += [fallback if s.group_index is None else s.group_index for s in samples]
     return keys
 
 
-def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list[int]:
+def _rollout_ids(groups: Sequence[Group | Sample], keys: list[int]) -> list[int]:
     """The rollout id of each sample. Fan-out siblings share one; a rollout without an id gets a new
     one.
     """
@@ -285,7 +286,7 @@ def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list
             ids += [s.rollout_id for s in rollout if s.rollout_id is not None]
     # Samples of different groups with one id would be counted as one rollout, and normalized
     # together.
-    group_of: dict[int, Hashable] = {}
+    group_of: dict[int, int] = {}
     for rollout_id, key in zip(ids, keys, strict=True):
         if group_of.setdefault(rollout_id, key) != key:
             raise ValueError(
@@ -373,19 +374,11 @@ def _mask_sums(
     return [sums[rollout] for rollout in rollout_ids]
 
 
-def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]) -> TrainData:
-    # Groups without a group_index get numbers above all others, so that no two groups have the
-    # same.
-    numbers: dict[Hashable, int] = {key: key for key in keys if isinstance(key, int)}
-    unnumbered = max(numbers.values(), default=-1) + 1
-    for key in keys:
-        if key not in numbers:
-            numbers[key] = unnumbered
-            unnumbered += 1
+def _bookkeeping(samples: list[Sample], keys: list[int], rollout_ids: list[int]) -> TrainData:
     return {
         "truncated": [int(s.truncated) for s in samples],
         "sample_indices": [i if s.index is None else s.index for i, s in enumerate(samples)],
-        "group_indices": [numbers[key] for key in keys],
+        "group_indices": keys,
         "rollout_ids": rollout_ids,
     }
 
@@ -475,7 +468,7 @@ def _per_token(
 
 
 def _complete_custom(
-    path: str, data: TrainData, samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]
+    path: str, data: TrainData, samples: list[Sample], keys: list[int], rollout_ids: list[int]
 ) -> TrainData:
     """Add the entries that a custom converter may leave out, and check those that it returned."""
     flag = f"--custom-convert-samples-to-train-data-path {path}"
@@ -486,11 +479,10 @@ def _complete_custom(
         raise ValueError(
             f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}"
         )
-    for name in data.keys() - BY_NAME.keys() - {field.public_name for field in FIELDS}:
+    for name in data.keys() - BY_NAME.keys():
         # Only a warning: the entry may be meant for the user's own loss.
         if hint := did_you_mean(name, BY_NAME):
             logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
-    data = from_hook_names(data, flag)
     # With the same number of entries, they belong to the samples. Otherwise the converter merged or
     # split samples, and each entry counts as a rollout and a group of its own.
     count = len(data["tokens"])
@@ -509,7 +501,7 @@ def _complete_custom(
     data.setdefault("loss_masks", [np.ones(n, np.int8) for n in data["response_lengths"]])
     data.setdefault("rollout_mask_sums", _mask_sums(data["loss_masks"], data["rollout_ids"]))
     wrong = [
-        f"{field.public_name} has {len(data[field.name])}"
+        f"{field.name} has {len(data[field.name])}"
         for field in FIELDS
         if field.per != "batch"
         and field.wire is not None

@@ -13,8 +13,7 @@ keeps such arrays outside the pickle, so that a rank can read them without a cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -46,10 +45,8 @@ class Field:
         tensor: torch dtype on a training rank. ``""`` keeps the dtype of ``wire``. None for lists
             of Python values.
         always: Whether every batch has this entry.
-        in_loss: Whether ``TokenBatch`` has a field of this name.
-        metric: Whether the trainer reports its mean as ``rollout/<hook_name>``.
-        hook_name: The documented name in users' functions, metrics and dumps, if it differs from
-            ``name``.
+        in_loss: Whether the loss reads it (:data:`LOSS_FIELDS`).
+        metric: Whether the trainer reports its mean as ``rollout/<name>``.
     """
 
     name: str
@@ -60,11 +57,6 @@ class Field:
     always: bool = False
     in_loss: bool = False
     metric: bool = False
-    hook_name: str = ""
-
-    @property
-    def public_name(self) -> str:
-        return self.hook_name or self.name
 
     @property
     def is_ragged(self) -> bool:
@@ -76,10 +68,8 @@ def _number(name: str, dtype: str, meaning: str, metric: bool = False) -> Field:
     return Field(name, "sample", meaning, wire=dtype, always=True, metric=metric)
 
 
-def _scores(
-    name: str, meaning: str, wire: str | None = "float32", hook_name: str = "", in_loss: bool = True
-) -> Field:
-    return Field(name, "response token", meaning, wire, "float32", False, in_loss, True, hook_name)
+def _scores(name: str, meaning: str, wire: str | None = "float32", in_loss: bool = True) -> Field:
+    return Field(name, "response token", meaning, wire, "float32", False, in_loss, metric=True)
 
 
 FIELDS: tuple[Field, ...] = (
@@ -98,14 +88,13 @@ FIELDS: tuple[Field, ...] = (
     _number("rollout_mask_sums", "float64", "sum of the loss masks over all samples of the rollout"),
     Field("rollout_shares", "sample", "1 / number of samples of the rollout with a reward; 0 without", "float64"),
     Field("partition", "sample", "position in the whole rollout", "int64"),
-    _scores("old_log_probs", "of the trainer's weights before the first step; if absent, the current ones are used",
-            hook_name="log_probs"),
+    _scores("log_probs", "of the trainer's weights before the first step; if absent, the current ones are used"),
     _scores("ref_log_probs", "of the reference model"),
     _scores("rollout_log_probs", "of the engine that sampled the tokens"),
     _scores("teacher_log_probs", "of the teacher (on-policy distillation)"),
     _scores("advantages", "set before the first step"),
     _scores("returns", "set before the first step"),
-    _scores("old_values", "of the critic before its update", hook_name="values"),
+    _scores("values", "of the critic before its update"),
     _scores("kl", "KL estimate against the reference model, 0 unless `--kl-coef` is given", wire=None, in_loss=False),
     _scores("entropy", "of the trainer's weights before the first step (`--use-rollout-entropy`)", wire=None,
             in_loss=False),
@@ -137,108 +126,28 @@ FIELDS: tuple[Field, ...] = (
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
-LOSS_FIELDS = tuple(field.name for field in FIELDS if field.in_loss)
-_PACKAGE_NAMES = {field.public_name: field.name for field in FIELDS}
-_HIDDEN = {field.name: field.hook_name for field in FIELDS if field.hook_name}
-"""Internal names, which hooks neither see nor set, with the documented name of each."""
-
-
-def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
-    """Rename entries that a user's function returned or changed from their documented to their
-    internal names.
-
-    Args:
-        hook: The name of the function, for the message.
-
-    Raises:
-        ValueError: It set an entry by its internal name, so that there could be two values for one
-            entry.
-    """
-    for name, public in _HIDDEN.items():
-        if name in entries:
-            raise ValueError(f"{hook} set {name!r}: its name in users' functions is {public!r}")
-    return {_PACKAGE_NAMES.get(name, name): value for name, value in entries.items()}
+LOSS_FIELDS: Mapping[str, str] = {
+    field.name: f"old_{field.name}" if field.name in ("log_probs", "values") else field.name
+    for field in FIELDS
+    if field.in_loss
+}
+"""The entries that the loss reads, with their names in ``TokenBatch``, where ``log_probs`` and
+``values`` are the current ones.
+"""
 
 
 class RankBatch(dict[str, Any]):
-    """The batch that one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`.
+    """The batch that one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`, and
+    those that users' functions add.
 
-    Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU. A name
-    that is neither in the table nor was added by a user's function raises a ``KeyError`` when it is
-    read or written, so that a mistyped name is not taken for an absent entry.
+    Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU.
     """
 
-    def __init__(
-        self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()
-    ) -> None:
-        """
-        Args:
-            entries: Values by internal name.
-            added: Names of entries that a user's function added.
-        """
-        self.added = frozenset(added)
-        super().__init__()
-        self.update(entries or {})
-
-    # The default would set entries before ``added``, and refuse them.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RankBatch, (dict(self), self.added)
-
-    def _check(self, name: object) -> None:
-        if name in BY_NAME or name in self.added:
-            return
-        # The most common mistake is the documented name inside the package.
-        if name in _PACKAGE_NAMES:
-            hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
-        else:
-            hint = did_you_mean(str(name), [*BY_NAME, *self.added])
-        raise KeyError(
-            f"no entry of a rank batch is called {name!r}{hint} (slime/data/fields.py lists them)"
-        )
-
     def __missing__(self, name: str) -> Any:
-        self._check(name)
-        raise KeyError(f"the rank batch has no {name!r}")
-
-    def __setitem__(self, name: str, value: object) -> None:
-        self._check(name)
-        super().__setitem__(name, value)
-
-    def __contains__(self, name: object) -> bool:
-        self._check(name)
-        return super().__contains__(name)
-
-    def get(self, name: str, default: object = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
-    def setdefault(self, name: str, default: object = None) -> Any:
-        self._check(name)
-        return super().setdefault(name, default)
-
-    def update(self, entries: Mapping[str, object]) -> None:  # type: ignore[override]
-        for name, value in entries.items():
-            self[name] = value
-
-    def under_hook_names(self) -> dict[str, Any]:
-        """A plain dict with the documented names, for users' functions, metrics and dumps."""
-        return {_HIDDEN.get(name, name): value for name, value in self.items()}
-
-    @contextmanager
-    def lent_to(self, hook: str) -> Iterator[dict[str, Any]]:
-        """A plain dict for a user's function to read and change; afterwards, this batch has the
-        same changes.
-
-        From then on, the batch accepts the names of entries that the function added.
-        """
-        # The function gets a plain dict and may also replace or delete entries, so all of them are
-        # taken over afterwards.
-        view = self.under_hook_names()
-        yield view
-        entries = from_hook_names(view, hook)
-        self.added |= entries.keys() - BY_NAME.keys()
-        self.clear()
-        self.update(entries)
+        raise KeyError(
+            f"the batch has no {name!r}{did_you_mean(name, BY_NAME)} (docs/en/reference/batch.md "
+            "lists its entries)"
+        )
 
 
 # --- transfer ------------------------------------------------------------------------------
@@ -321,7 +230,7 @@ def to_rank_batch(part: Wire) -> RankBatch:
     """
     import torch
 
-    batch = RankBatch(added=part.keys() - BY_NAME.keys())
+    batch = RankBatch()
     # One tensor for all samples, of which each gets a view: thousands of small tensors would take
     # seconds to make.
     for name, value in part.items():

@@ -94,22 +94,33 @@ DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=_finite)
 """
 
 
+def decoded(name: str, value: object) -> Any:
+    """Return a value, or what its JSON text says; None for an empty text.
+
+    Raises:
+        ValueError: The text is not valid JSON; ``name`` is that of the value.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except ValueError as error:
+        raise ValueError(f"{name} is a text that is not valid JSON: {error}") from error
+
+
 def metadata_of(value: object) -> dict[str, Any]:
-    """Convert None or the JSON text of an object, as users' functions and data sources assign it,
-    to a dict.
+    """Convert None or the JSON text of an object, as rows, users' functions and data sources give
+    it, to a dict.
 
     Raises:
         ValueError: It is something else.
     """
-    try:
-        given = (parse_json(value) if value.strip() else None) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"Sample.metadata is a text that is not valid JSON: {error}") from error
-    if given is not None and not isinstance(given, dict):
-        raise ValueError(
-            f"Sample.metadata must be a dict, or the JSON text of an object, not {value!r:.100}"
-        )
-    return {} if given is None else given
+    metadata = decoded("metadata", value)
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata must be an object (or its JSON text), not {value!r:.100}")
+    return metadata
 
 
 _NUMPY = ("numpy._core.multiarray", "numpy.core.multiarray")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.files import lookup
 from slime.data.media import MultimodalTypes
-from slime.data.plain_values import parse_json
+from slime.data.plain_values import decoded, metadata_of, parse_json
 from slime.data.rows import Problems, RawRow
 from slime.data.sample import Message
 from slime.types import JsonValue
@@ -162,19 +162,16 @@ def _parse_row(
         messages: Used in place of the value of the prompt column.
 
     Raises:
-        RowError: The row is not valid.
+        ValueError: The row is not valid.
     """
     # Each part raises its own error; the first one is told, since the others often follow from it.
     prompt = _prompt(data, keys, as_messages, messages)
-    metadata = _decoded(
-        _optional(data, keys.metadata),
-        "metadata",
-        "an object",
-        lambda value: isinstance(value, Mapping),
-    )
-    metadata = dict(metadata or {})
-    given = _optional(data, keys.tools)
-    tools = _decoded(given, "tools", "a list of objects", _are_objects) or None
+    metadata = dict(metadata_of(_optional(data, keys.metadata)))
+    tools = decoded("tools", _optional(data, keys.tools))
+    if tools is not None and not _are_objects(tools):
+        raise RowError(
+            f"tools must be a list of objects (or its JSON text), not {_describe(tools)}"
+        )
     if raw.filled:
         tools = _unfilled(tools)
         for message in prompt if isinstance(prompt, list) else ():
@@ -182,7 +179,7 @@ def _parse_row(
                 message["tool_calls"] = _unfilled(message["tool_calls"])
     if tools:
         metadata["tools"] = tools
-    return PromptRow(raw.where, prompt, _label(data, keys.label), metadata, tools)
+    return PromptRow(raw.where, prompt, _label(data, keys.label), metadata, tools or None)
 
 
 def _asked(keys: RowKeys) -> set[tuple[str, str]]:
@@ -356,22 +353,6 @@ def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     if isinstance(value, bytes):
         raise RowError(f"the label is bytes: {_describe(value)}")
     return value if isinstance(value, str | list | dict) else str(value)
-
-
-def _decoded(value: object, column: str, form: str, valid: Callable[[Any], bool]) -> Any:
-    """Return a value, or what its JSON text says; None for an empty one.
-
-    Args:
-        form: What it must be, which ``valid`` checks.
-    """
-    if isinstance(value, str):
-        try:
-            value = parse_json(value) if value.strip() else None
-        except ValueError as error:
-            raise RowError(f"{column} is a text that is not valid JSON: {error}") from error
-    if value is None or valid(value):
-        return value
-    raise RowError(f"{column} must be {form} (or its JSON text), not {_describe(value)}")
 
 
 def _are_objects(value: object) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from slime.config.args import Args
 from slime.config.data import reward_type_problem
@@ -52,16 +53,20 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     return found + [problem for config in datasets for problem in check.evaluation_set(config)]
 
 
+@dataclass
 class _Check:
     """The checks of one run."""
 
-    def __init__(self, args: Args, check_label: LabelCheck) -> None:
-        self.args = args
-        self.check_of_type = check_label
-        self.tokenizer = functools.cache(
-            lambda: _tokenizer(args.hf_checkpoint, args.trust_remote_code)
-        )
-        self.run = EvalDatasetConfig.from_args(args)
+    args: Args
+    check_of_type: LabelCheck
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return _tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
+
+    @functools.cached_property
+    def run(self) -> EvalDatasetConfig:
+        return EvalDatasetConfig.from_args(self.args)
 
     def reads_prompts(self) -> bool:
         """Whether the data source is a built-in one that will read ``--prompt-data``, or the user
@@ -162,7 +167,7 @@ class _Check:
                 report.merge(part_report)
                 for row in prompts:
                     if make.tokenizer is None and isinstance(row.prompt, list):
-                        make.tokenizer = self.tokenizer()
+                        make.tokenizer = self.tokenizer
                     for wrong in _row_problems(make, row):
                         problems.add(f"{row.where}: {wrong}")
                 for row in prompts if rm_type is not None else ():

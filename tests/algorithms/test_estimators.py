@@ -49,11 +49,11 @@ def make_batch(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, A
         "total_lengths": [n + 2 for n in lengths],
         "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
         "rewards": [float(x) for x in torch.rand(len(lengths), generator=generator)],
-        "old_log_probs": draw(),
+        "log_probs": draw(),
         "ref_log_probs": draw(),
         "rollout_log_probs": draw(),
         "teacher_log_probs": draw(),
-        "old_values": draw(),
+        "values": draw(),
         "squared_probs": [x.exp() for x in draw()],
         "group_indices": list(range(len(lengths))),
     } | changes
@@ -91,7 +91,7 @@ def test_scan_equals_the_serial_recurrence(
 )
 def test_gae(lengths: list[int], gamma: float, lambd: float) -> None:
     batch = make_batch(lengths, seed=len(lengths))
-    values, rewards = batch["old_values"], batch["old_log_probs"]
+    values, rewards = batch["values"], batch["log_probs"]
     for chunked in (True, False):
         advantages, returns = get_advantages_and_returns_batch(
             batch["total_lengths"], lengths, values, rewards, gamma, lambd, chunked
@@ -124,10 +124,10 @@ def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> Non
         for n in lengths
     ]
     returns = get_reinforce_plus_plus_returns(
-        batch["rewards"], batch["old_log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
+        batch["rewards"], batch["log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
     )
     for reward, kl, mask, actual in zip(
-        batch["rewards"], batch["old_log_probs"], masks, returns, strict=True
+        batch["rewards"], batch["log_probs"], masks, returns, strict=True
     ):
         unmasked = [t for t in range(len(mask)) if mask[t]]
         running = 0.0
@@ -169,7 +169,7 @@ def test_a_class_says_whether_the_kl_in_the_reward_and_the_size_of_the_group_mat
 def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
     """The default single-step run reuses the current log-probs, so the batch has none (trap 3)."""
     batch = make_batch([4, 2])
-    for key in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"):
+    for key in ("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"):
         del batch[key]
     compute_advantages(make_args(advantage_estimator=name), batch, Identity())
     assert [k.tolist() for k in batch["kl"]] == [[0.0] * 4, [0.0] * 2]
@@ -179,11 +179,11 @@ def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        (dict(kl_coef=0.1), "old_log_probs"),
+        (dict(kl_coef=0.1), "log_probs"),
         (dict(kl_coef=0.1), "ref_log_probs"),
         (dict(use_opd=True), "teacher_log_probs"),
-        (dict(use_opd=True), "old_log_probs"),
-        (dict(advantage_estimator="ppo"), "old_values"),
+        (dict(use_opd=True), "log_probs"),
+        (dict(advantage_estimator="ppo"), "values"),
     ],
 )
 def test_an_entry_that_is_needed_and_absent_is_named(changes: dict[str, Any], missing: str) -> None:
@@ -194,7 +194,7 @@ def test_an_entry_that_is_needed_and_absent_is_named(changes: dict[str, Any], mi
 
 
 def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
-    for use_rollout, key in ((False, "old_log_probs"), (True, "rollout_log_probs")):
+    for use_rollout, key in ((False, "log_probs"), (True, "rollout_log_probs")):
         batch = make_batch([3])
         args = make_args(
             advantage_estimator="reinforce_plus_plus_baseline",
@@ -214,7 +214,7 @@ def test_ppo_runs_over_trained_tokens_only(garbage: float) -> None:
     = 0, 0."""
     batch = make_batch([6], loss_masks=[torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)])
     batch["rewards"] = [1.0]
-    batch["old_values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
+    batch["values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
     compute_advantages(
         make_args(advantage_estimator="ppo", gamma=0.5, lambd=0.5), batch, Identity()
     )
@@ -234,7 +234,7 @@ def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name
     args = make_args(advantage_estimator=name, gamma=0.9, lambd=0.8, kl_coef=0.1)
     whole = make_batch([len(mask)], seed=int(mask.sum()), loss_masks=[mask])
     keep = mask.bool()
-    names = ("old_values", "old_log_probs", "ref_log_probs", "loss_masks")
+    names = ("values", "log_probs", "ref_log_probs", "loss_masks")
     short = {name: [x[keep] for x in whole[name]] for name in names}
     count = int(mask.sum())
     short |= dict(rewards=whole["rewards"], response_lengths=[count], total_lengths=[2 + count])
@@ -249,12 +249,12 @@ def test_ppo_without_a_masked_tail_is_plain_gae_with_kl() -> None:
     batch = make_batch([4, 2])
     args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8, kl_coef=0.1)
     rewards = [
-        -0.1 * (p - q) for p, q in zip(batch["old_log_probs"], batch["ref_log_probs"], strict=True)
+        -0.1 * (p - q) for p, q in zip(batch["log_probs"], batch["ref_log_probs"], strict=True)
     ]
     for r, reward in zip(rewards, batch["rewards"], strict=True):
         r[-1] += reward
     expected, _ = get_advantages_and_returns_batch(
-        [6, 4], [4, 2], batch["old_values"], rewards, 0.9, 0.8
+        [6, 4], [4, 2], batch["values"], rewards, 0.9, 0.8
     )
     compute_advantages(args, batch, Identity())
     for a, e in zip(batch["advantages"], expected, strict=True):
@@ -270,10 +270,10 @@ def test_a_sample_with_nothing_unmasked_has_no_advantage_under_ppo() -> None:
 def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_teacher() -> None:
     batch = make_batch([3])
     batch["loss_masks"] = [torch.tensor([1, 0, 1])]
-    batch["old_log_probs"][0][1] = float("nan")
+    batch["log_probs"][0][1] = float("nan")
     compute_advantages(make_args(use_opd=True, opd_kl_coef=2.0), batch, Identity())
     kl = [
-        float(batch["old_log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0
+        float(batch["log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0
         for t in range(3)
     ]
     assert batch["opd_reverse_kl"][0].tolist() == pytest.approx(kl)
@@ -304,7 +304,7 @@ def test_custom_function_then_distillation_and_whitening() -> None:
     )
     advantages.compute_advantages(replace(settings, custom=doubled), batch, Identity())
     raw = torch.cat(
-        [2 * v - k for v, k in zip(batch["old_values"], batch["opd_reverse_kl"], strict=True)]
+        [2 * v - k for v, k in zip(batch["values"], batch["opd_reverse_kl"], strict=True)]
     )
     expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
     torch.testing.assert_close(torch.cat(batch["advantages"]), expected)

@@ -87,7 +87,7 @@ def several_steps(ranks: Rank, **flags: Any) -> Result:
             log_probs += backend.log_probs(batch, model)["log_probs"]
     batch = rank_batch(samples(3), backend.rank, backend.world_size)
     batch["advantages"] = [torch.ones(n) for n in batch["response_lengths"]]
-    batch["old_log_probs"] = batch["ref_log_probs"] = backend.log_probs(batch)["log_probs"]
+    batch["log_probs"] = batch["ref_log_probs"] = backend.log_probs(batch)["log_probs"]
     before = (weights_of(backend), held(backend), optimizer_state(backend))
     with Collectives() as collectives:
         metrics.append(backend.train_step(batch, 0))

@@ -130,9 +130,9 @@ def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     }
     batch = {
         **lists,
-        "old_log_probs": list(data["log_probs"].split(LENGTHS)),
+        "log_probs": list(data["log_probs"].split(LENGTHS)),
         "teacher_log_probs": lists["ref_log_probs"],
-        "old_values": list(data["old_values"].split(LENGTHS)),
+        "values": list(data["old_values"].split(LENGTHS)),
         "loss_masks": list(data["loss_mask"].split(LENGTHS)),
         "rewards": [1.0, -0.5, 0.25, 0.0, 2.0, -1.0],
         "response_lengths": LENGTHS,

@@ -23,7 +23,7 @@ def batch() -> dict[str, object]:
         "response_lengths": [2, 3, 1],
         "truncated": [0, 1, 0],
         "loss_masks": [torch.tensor([1, 1]), torch.tensor([1, 0, 1]), torch.tensor([0])],
-        "old_log_probs": [
+        "log_probs": [
             torch.tensor([-1.0, -3.0]),
             torch.tensor([-5.0, -99.0, -7.0]),
             torch.tensor([-8.0]),
@@ -97,7 +97,7 @@ def test_correct_samples_apart() -> None:
         "rollout/correct-truncated": 0.0,
         "rollout/correct-log_probs": -2.0,
     }
-    reused = {name: value for name, value in batch().items() if name != "old_log_probs"}
+    reused = {name: value for name, value in batch().items() if name != "log_probs"}
     assert "rollout/correct-log_probs" not in correct_sample_metrics(BACKEND, reused)
     none = {**batch(), "raw_reward": [0.0, -1.0, float("nan")]}
     assert correct_sample_metrics(BACKEND, none) == {"rollout/correct_ratio": 0.0}

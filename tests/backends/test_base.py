@@ -41,7 +41,7 @@ def test_old_log_probs_are_those_of_the_kept_weights(kept: bool, weights: str) -
         role="actor", needs=needs(keep_old_actor=kept), log_probs=log_probs
     )
     entries, _ = score_rollout(backend, batch(steps=2))
-    assert entries == {"old_log_probs": [f"of {weights}"]} and asked == [weights]
+    assert entries == {"log_probs": [f"of {weights}"]} and asked == [weights]
 
 
 def test_the_default_run_reuses_current_log_probs() -> None:

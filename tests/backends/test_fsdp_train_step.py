@@ -364,7 +364,7 @@ def test_critic_learns_the_returns(llama: Path) -> None:
         batch = whole_batch(make_samples())
         metrics, timings = train_on_rollout(critic, batch)
         losses.append(metrics["train/critic-value_loss"])
-        assert [len(v) for v in batch["old_values"]] == batch["response_lengths"]
+        assert [len(v) for v in batch["values"]] == batch["response_lengths"]
         assert metrics["train/critic-lr-pg_0"] == 1e-2
     assert set(timings) == {"values", "data_preprocess", "critic_train"}
     assert losses[-1] < 0.3 * losses[0], losses
@@ -376,7 +376,7 @@ def test_ppo_actor_uses_the_critics_values(llama: Path) -> None:
     batch = whole_batch(make_samples())
     with pytest.raises(ValueError, match="critic's values"):
         train_on_rollout(actor, whole_batch(make_samples()))
-    batch["old_values"] = critic.values(batch)
+    batch["values"] = critic.values(batch)
     metrics, _ = train_on_rollout(actor, batch)
     assert metrics["rollout/values"] != 0.0
     assert metrics["rollout/returns"] == pytest.approx(metrics["rollout/rewards"], rel=0.2)
@@ -391,7 +391,7 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
     args = make_args(llama, ref_load=str(reference), use_rollout_entropy=True, **flags)
     actor, critic = make_backend(args), make_backend(args, "critic")
     scores, timings = score_rollout(actor, whole_batch(make_samples()))
-    assert set(scores) == {"ref_log_probs", "old_log_probs", "entropy"}
+    assert set(scores) == {"ref_log_probs", "log_probs", "entropy"}
     assert set(timings) == {"ref_log_probs", "log_probs"}
     batch = whole_batch(make_samples())
     batch |= scores
@@ -399,9 +399,9 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
     expected = []
     for i, mask in enumerate(batch["loss_masks"]):
         trained = mask.bool()
-        kl = (scores["old_log_probs"][i] - scores["ref_log_probs"][i])[trained].tolist()
+        kl = (scores["log_probs"][i] - scores["ref_log_probs"][i])[trained].tolist()
         values, following, advantage, losses = (
-            batch["old_values"][i][trained].tolist(),
+            batch["values"][i][trained].tolist(),
             0.0,
             0.0,
             [],
@@ -416,7 +416,7 @@ def test_the_critic_learns_the_returns_with_the_kl_penalty_of_the_actors_rewards
         math.fsum(expected) / len(expected), rel=1e-5
     )
     mine = whole_batch(make_samples())
-    mine |= scores | {"old_values": batch["old_values"]}
+    mine |= scores | {"values": batch["values"]}
     _, timings = train_on_rollout(actor, mine)
     assert set(timings) == {"data_preprocess", "actor_train"}, (
         "the log-probs are not computed again"
@@ -483,7 +483,7 @@ def test_the_padding_tokens_embedding_is_trained_as_any_other(
         assert any(5 in tokens for tokens in batch["tokens"])
         if role == "critic":
             batch["returns"] = [torch.ones(n) for n in batch["response_lengths"]]
-            batch["old_values"] = [torch.zeros(n) for n in batch["response_lengths"]]
+            batch["values"] = [torch.zeros(n) for n in batch["response_lengths"]]
         backend.train_step(advantages_set(batch), 0)
         gradients.append({name: p.grad for name, p in backend.named_parameters})
     (embedding,) = (

@@ -377,7 +377,7 @@ def test_batch_normalised_weights_do_not_depend_on_micro_batches_either() -> Non
         "rewards": [1.0, -1.0, 0.5],
         "rollout_mask_sums": tokens.rollout_mask_sums.tolist(),
         "loss_masks": tokens.split(tokens.loss_mask),
-        "old_log_probs": tokens.split(tokens.old_log_probs),  # type: ignore[arg-type]
+        "log_probs": tokens.split(tokens.old_log_probs),  # type: ignore[arg-type]
         "rollout_log_probs": tokens.split(tokens.rollout_log_probs),  # type: ignore[arg-type]
     }
     compute_advantages(args, batch, Identity())
@@ -806,8 +806,8 @@ def test_from_rank_batch_picks_and_flattens_in_the_given_order() -> None:
         "response_lengths": lengths,
         "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
         "rollout_mask_sums": [3.0, 3.0, 3.0],
-        "old_log_probs": [torch.full((n,), float(i)) for i, n in enumerate(lengths)],
-        "old_values": [torch.full((n,), 10.0 + i) for i, n in enumerate(lengths)],
+        "log_probs": [torch.full((n,), float(i)) for i, n in enumerate(lengths)],
+        "values": [torch.full((n,), 10.0 + i) for i, n in enumerate(lengths)],
         "mis_weight_mean": 0.5,
     }
     tokens = TokenBatch.from_rank_batch(batch, [2, 0], log_probs=torch.zeros(5))

@@ -73,7 +73,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """A machine of two cores and no GPU; ``use`` puts another in its place."""
 
     def use(machine: Machine) -> None:
-        monkeypatch.setattr("slime.config.resolve.this_machine", lambda: machine)
+        monkeypatch.setattr("slime.config.rules.this_machine", lambda: machine)
 
     use(Machine(gpus=0, cores=2, in_cluster=False))
     (tmp_path / "model").mkdir()

@@ -19,6 +19,7 @@ from slime.config.args import Args
 from slime.config.machine import Machine, count_gpus
 from slime.config.resolve import resolve_defaults
 from slime.config.rollout import SFT_FUNCTION, has_rewards
+from slime.config.rules import Run
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 NODE = Machine(gpus=8, cores=64, in_cluster=False)
@@ -66,7 +67,7 @@ def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
     )
     monkeypatch.setattr(pool, "shared_pools", {})
     args = make_args(hf_checkpoint=None)
-    resolve_defaults(args)
+    resolve_defaults(Run(args))
     pool.shared_pool(args.reward_workers)
     assert started == [workers]
 
@@ -89,7 +90,7 @@ def test_batch_equation_holds_whatever_was_given(prompts: int, samples: int, ste
     for given_size, given_steps in ((None, None), (None, steps), (max(total // steps, 1), None)):
         args = Args(rollout_batch_size=prompts, n_samples_per_prompt=samples)
         args.global_batch_size, args.num_steps_per_rollout = given_size, given_steps  # type: ignore[assignment]
-        problems = resolve_defaults(args, machine=LAPTOP)
+        problems = resolve_defaults(Run(args, machine=LAPTOP))
         if problems:
             assert total % (given_size or steps) and str(total) in problems[0]
         else:

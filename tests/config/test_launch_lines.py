@@ -88,7 +88,7 @@ def write_files(root: Path, recipe: dict[str, Any], foreign: bool) -> None:
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Check a recipe's line as on the cluster that it asks for, with every package installed."""
     machine = Machine(gpus=8, cores=128, in_cluster=True)
-    monkeypatch.setattr("slime.config.resolve.this_machine", lambda: machine)
+    monkeypatch.setattr("slime.config.rules.this_machine", lambda: machine)
     for module in ("resolve", "rules", "run", "trainer"):
         monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -61,7 +61,7 @@ def test_a_quantized_base_needs_torchao_and_no_compiled_layers(
     assert "--lora-base-quantization nf4 needs the package torchao" in problem
     for form, compiled in (("nf4", False), (None, True)):
         args.lora_base_quantization, args.compile_layers = form, None
-        trainer.derive_model(args, GPU)
+        trainer.derive_model(rules.Run(args, machine=GPU))
         assert args.compile_layers is compiled
 
 

@@ -11,6 +11,7 @@ from make_args import make_args
 from slime.config import machine
 from slime.config.cluster import check_machine
 from slime.config.machine import Machine, connection_limit, raise_file_limit
+from slime.config.rules import Run
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         args = make_args(
             rollout_num_gpus=engines, rollout_num_gpus_per_engine=1, sglang_server_concurrency=512
         )
-        check_machine(args, here)
+        check_machine(Run(args, machine=here))
         notices = [
             notice
             for notice in args.notices

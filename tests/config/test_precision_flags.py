@@ -13,6 +13,7 @@ from slime.config import rules
 from slime.config.machine import Machine
 from slime.config.parser import ConfigError
 from slime.config.resolve import validate
+from slime.config.rules import Run
 from slime.engines.launch import EngineSettings, EngineSpec
 from slime.models.fp8_format import Fp8Format
 from slime.plugins.sglang.launch import ServerPlace, server_options
@@ -125,7 +126,7 @@ def test_other_families_and_cpus_are_refused_for_sglang(tmp_path: Path) -> None:
     (problem,) = rule_problems(args, machine=GPU)
     assert "LlamaForCausalLM" in problem
     embedded = {**flags, "rollout_backend": "embedded"}
-    problems = validate(make_args(machine=GPU, hf_checkpoint=str(tmp_path), **embedded))
+    problems = validate(Run(make_args(machine=GPU, hf_checkpoint=str(tmp_path), **embedded)))
     assert not any("--rollout-quantization" in problem for problem in problems)
 
 

@@ -438,5 +438,5 @@ def test_metadata_may_be_the_json_text_of_an_object() -> None:
         sample.metadata = nothing  # type: ignore[assignment]
         assert sample.metadata == {}
     for wrong in ("[1]", "{a", [1], 7):
-        with pytest.raises(ValueError, match=r"Sample\.metadata"):
+        with pytest.raises(ValueError, match="metadata"):
             sample.metadata = wrong  # type: ignore[assignment]

@@ -17,7 +17,6 @@ from slime.config.args import Args
 from slime.data import source as source_module
 from slime.data.dataset import Dataset
 from slime.data.sample import Group, Sample, flatten
-from slime.data.source import load_dataset
 from slime.observability.files import take_warnings
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 
@@ -60,6 +59,13 @@ def test_groups_of_copies() -> None:
     assert [(s.group_index, s.index) for s in [*first, *second]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     first[0].metadata["n"] = 99
     assert first[1].metadata == {"n": 0} and len(source) == 3
+
+
+def load_dataset(args: Args) -> Dataset:
+    """The data set that a run with these flags reads."""
+    dataset = RolloutDataSource(args.with_values(rollout_global_dataset=True)).dataset
+    assert isinstance(dataset, Dataset)
+    return dataset
 
 
 class Processor:

@@ -18,6 +18,7 @@ from slime.config.args import Args
 from slime.config.hf_config import context_length, rotary_limit
 from slime.config.resolve import validate
 from slime.config.rollout import context_limit, context_notice, served_context
+from slime.config.rules import Run
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
 from slime.plugins.agents.conversation import Conversation
@@ -38,7 +39,7 @@ def checkpoint(tokenizer_dir: Path, tmp_path: Path) -> Path:
 
 
 def problems_of_rotary(args: Args) -> list[str]:
-    return [problem for problem in validate(args) if "rotary" in problem]
+    return [problem for problem in validate(Run(args)) if "rotary" in problem]
 
 
 def test_what_the_engines_take(checkpoint: Path) -> None:

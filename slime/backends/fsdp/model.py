@@ -88,8 +88,7 @@ def build_scorer(
     Raises:
         ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
-    # What is read, and by whom. Ranks other than the first build the model without memory, so they
-    # need the names of the conversions that rank 0 found in the checkpoint.
+    # Other ranks build the model without memory, and need the conversions that rank 0 found.
     packing = PackingSettings.from_args(args)
     reads = world_size == 1 or dist.get_rank() == 0
     model = preloaded or read_checkpoint(args, empty=not reads)
@@ -125,7 +124,9 @@ def build_scorer(
         compile_layers(model)
         policy.fused = True
     mesh = None if world_size == 1 else shard_mesh(device, world_size, args.fsdp_shard_size)
-    shard(scorer, model, device, mesh, ShardSettings.from_args(args), divided)
+    narrow = bool(args.megatron.get("grad_reduce_in_bf16"))
+    sharding = ShardSettings(dtype, args.fsdp_reshard_after_forward, args.fsdp_cpu_offload, narrow)
+    shard(scorer, model, device, mesh, sharding, divided)
     if world_size > 1:
         require_same_names(model)
     return scorer, builder_on(device)
@@ -331,15 +332,6 @@ class ShardSettings:
     reshard_after_forward: bool
     offload: bool
     reduce_in_bf16: bool
-
-    @classmethod
-    def from_args(cls, args: Args) -> ShardSettings:
-        return cls(
-            DTYPES[args.train_dtype],
-            args.fsdp_reshard_after_forward,
-            args.fsdp_cpu_offload,
-            bool(args.megatron.get("grad_reduce_in_bf16")),
-        )
 
     def policy(self) -> MixedPrecisionPolicy:
         if self.dtype == torch.float32:

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run
 from slime.data.sample import Sample
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
@@ -220,9 +221,9 @@ class BaseAdapter:
         session = self._server.sessions.get(sid)
         if session is None:
             return
-        running = [task for task in session.tasks if task.get_loop() is asyncio.get_running_loop()]
-        others = session.tasks - set(running)
-        session.tasks = set(running)
+        running = {task for task in session.tasks if task.get_loop() is asyncio.get_running_loop()}
+        others = session.tasks - running
+        session.tasks = running
         session.close()
         for task in others:  # the application may run on the event loop of another thread
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -247,14 +248,13 @@ class AnthropicAdapter(BaseAdapter):
     dialects: Mapping[str, Dialect] = {"messages": Messages}
 
 
-def _args(given: Args | None, model: str, sglang_url: str) -> Args:
+def _args(args: Args | None, model: str, sglang_url: str) -> Args:
     address = urlsplit(sglang_url if "://" in sglang_url else f"http://{sglang_url}")
     if not address.hostname or not address.port:
         raise ValueError(f"sglang_url {sglang_url!r} does not have the form http://host:port")
-    args = given
     if args is None:
-        args = Args().with_values(hf_checkpoint=model, rollout_backend="sglang")
-        if problems := resolve_defaults(args):
+        args = Args(hf_checkpoint=model, rollout_backend="sglang")
+        if problems := resolve_defaults(Run(args)):
             raise ValueError("; ".join(problems))
     return args.with_values(sglang_router_ip=address.hostname, sglang_router_port=address.port)
 

@@ -18,7 +18,7 @@ from slime.algorithms.sequences import IDENTITY
 from slime.backends.loss import LOSSES
 from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.config.layout import ParallelLayout
-from slime.data.fields import FIELDS, RankBatch
+from slime.data.fields import BY_NAME, RankBatch
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -121,9 +121,7 @@ def policy_loss_function(
         with_entropy=args.entropy_coef != 0,
     )[1]
 
-    entries = RankBatch(
-        {field.name: batch[field.public_name] for field in FIELDS if field.public_name in batch}
-    )
+    entries = RankBatch({name: batch[name] for name in BY_NAME if name in batch})
     tokens = TokenBatch.from_rank_batch(
         entries,
         range(len(batch["loss_masks"])),

@@ -38,11 +38,11 @@ def old_log_probs(batch: Entries) -> Sequence[Tensor]:
     Raises:
         ValueError: The batch has neither.
     """
-    for name in ("old_log_probs", "rollout_log_probs"):
+    for name in ("log_probs", "rollout_log_probs"):
         found: Sequence[Tensor] | None = batch.get(name)
         if found is not None:
             return found
-    raise ValueError("the estimator needs old_log_probs or rollout_log_probs in the batch")
+    raise ValueError("the estimator needs log_probs or rollout_log_probs in the batch")
 
 
 def notice_of_unused_clip(name: str, settings: EstimatorSettings) -> list[str]:

@@ -14,6 +14,7 @@ from make_args import rule_problems
 from slime.config.args import Args
 from slime.config.hf_config import read_chat_template
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run
 from slime.data.reasoning import TAGS
 from slime.plugins.agents.config import (
     REASONING_PARSERS,
@@ -45,7 +46,7 @@ from slime.plugins.agents.tool_parsers import tool_parser
 )
 def test_flags(flags: dict[str, Any], problem: str | None) -> None:
     args = Args(**flags)
-    assert resolve_defaults(args) == []
+    assert resolve_defaults(Run(args)) == []
     problems = [text for text in rule_problems(args) if "agent" in text]
     assert [problem in text for text in problems] == [True] * (problem is not None)  # type: ignore[operator]
     own = flags.get("custom_generate_function_path")
@@ -127,7 +128,7 @@ def test_what_auto_stands_for_is_found_before_the_start(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     args = Args(hf_checkpoint=str(tmp_path), agent_command="node agent.js", **flags)
-    problems = resolve_defaults(args)
+    problems = resolve_defaults(Run(args))
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
     args.custom_generate_function_path = "mine:generate"
     sglang_parsers.cache_clear()

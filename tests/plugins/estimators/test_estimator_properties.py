@@ -213,7 +213,7 @@ def test_clip_cov_leaves_out_its_share_whatever_the_ranks() -> None:
     lengths = [40] * 50
     batch = {
         "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
-        "old_log_probs": [torch.randn(n, generator=generator) - 2 for n in lengths],
+        "log_probs": [torch.randn(n, generator=generator) - 2 for n in lengths],
         "sample_indices": list(range(50)),
         "rollout_id": 3,
     }
@@ -223,7 +223,7 @@ def test_clip_cov_leaves_out_its_share_whatever_the_ranks() -> None:
     whole = algorithm.over_ranks(batch, advantages, Identity())
     out = torch.cat(whole) == 0
     assert 70 <= int(out.sum()) <= 130, "about 5% of 2000 tokens"
-    covariance = torch.cat(batch["old_log_probs"]) - torch.cat(batch["old_log_probs"]).mean()
+    covariance = torch.cat(batch["log_probs"]) - torch.cat(batch["log_probs"]).mean()
     assert (covariance * torch.cat(advantages))[out].min() > 0.5
     # Two ranks with half of the samples each find the same, with the sums of both.
     halves = [slice(0, 25), slice(25, 50)]

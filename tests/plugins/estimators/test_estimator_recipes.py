@@ -6,6 +6,7 @@ import pytest
 
 from slime.config.args import FLAGS
 from slime.config.resolve import validate
+from slime.config.rules import Run
 from slime.plugins.estimators import recipes, values_of
 from tests.make_args import CPU_MACHINE, make_args
 from tools.flags_page import recipes_table
@@ -20,7 +21,7 @@ def test_a_recipe_sets_and_prints_its_flags(name: str) -> None:
     assert any(getattr(plain, one) != value for one, value in values.items())
     (notice,) = [line for line in args.notices if line.startswith(f"--recipe {name} ")]
     assert all(FLAGS[one].option in notice for one in values)
-    assert not [line for line in validate(args, machine=CPU_MACHINE) if "estimator" in line]
+    assert not [line for line in validate(Run(args, machine=CPU_MACHINE)) if "estimator" in line]
 
 
 def test_a_flag_of_the_user_wins() -> None:
@@ -36,7 +37,7 @@ def test_the_class_of_the_estimator_follows() -> None:
     assert make_args(recipe="gspo").advantage_estimator == "gspo"
     assert make_args(recipe="dppo").use_tis is False, "the engine's log-probs are the old ones"
     said = make_args(recipe="gspo", eps_clip=0.2, eps_clip_high=0.2)
-    validate(said, machine=CPU_MACHINE)
+    validate(Run(said, machine=CPU_MACHINE))
     assert any("3e-4" in line for line in said.notices), "the notice of a clip that is PPO's"
 
 

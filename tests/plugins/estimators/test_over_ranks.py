@@ -48,7 +48,7 @@ def rank_batch(places: list[int]) -> dict[str, Any]:
         "group_indices": [place // 3 + 5 for place in places],
         "response_lengths": lengths,
         "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
-        "old_log_probs": [-3 * one[0] for one in drawn],
+        "log_probs": [-3 * one[0] for one in drawn],
         "squared_probs": [one[1] for one in drawn],
     }
 

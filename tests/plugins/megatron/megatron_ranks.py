@@ -236,7 +236,7 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
     batches = [samples_of(0, 0), samples_of(3, 2)]
     if critic and args.kl_coef:  # as the actor sends them
         for batch in batches:
-            batch["old_log_probs"] = batch["rollout_log_probs"]
+            batch["log_probs"] = batch["rollout_log_probs"]
             batch["ref_log_probs"] = [2 * log_probs for log_probs in batch["rollout_log_probs"]]
     out["metrics"] = [train_on_rollout(backend, batch)[0] for batch in batches]
     if not critic:

@@ -155,6 +155,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
     from slime.plugins.megatron.config import merged_settings, transformer_config
     from slime.plugins.megatron.maps.family import get_family
     from slime.plugins.megatron.mixers import Indexers, delta_nets
@@ -164,7 +165,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     family = get_family(family_name(script))
     flags = flags_of(script)
     args = Args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
-    resolve_defaults(args)
+    resolve_defaults(Run(args))
     merged_settings(args.megatron, args.hf_checkpoint, family, hf_config(family.name, flags))
     reduced = reduced_config(script)
     settings = family.settings(reduced.to_dict())

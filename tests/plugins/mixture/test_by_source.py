@@ -65,7 +65,7 @@ def step(args: Args, sources: list[str]) -> tuple[dict[int, Tensor], float, Tens
             "total_lengths": [n + 1 for n in lengths],
             "group_indices": keys,
             "source_names": [sample.metadata["source_name"] for sample in samples],
-            "old_log_probs": old,
+            "log_probs": old,
         }
     )
     compute_advantages(AdvantageSettings.from_args(args), batch, Identity())

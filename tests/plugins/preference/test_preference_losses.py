@@ -12,6 +12,7 @@ from slime.backends.loss import compute_loss
 from slime.backends.loss_inputs import LossSettings, TokenBatch
 from slime.config.args import Args
 from slime.config.resolve import validate
+from slime.config.rules import Run
 from slime.data.schedule import PackingSettings
 from slime.plugins.preference import ROLLOUT, SOURCE, check
 from slime.plugins.preference.losses import dpo_loss
@@ -117,5 +118,5 @@ def test_nothing_is_told_of_what_fits() -> None:
         told = [*check(args), *rule_problems(args)]
         assert not [line for line in told if "--loss-type" in line]
     assert not [
-        line for line in validate(pair_args(), machine=CPU_MACHINE) if "--loss-type" in line
+        line for line in validate(Run(pair_args(), machine=CPU_MACHINE)) if "--loss-type" in line
     ]

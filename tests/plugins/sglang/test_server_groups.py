@@ -170,7 +170,7 @@ def colocated(
         "rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": 2,
     }  # fmt: skip
     args = make_args(**{**given, **more})
-    problems = [*rule_problems(args, machine=machine), *check_machine(args, machine)]
+    problems = [*rule_problems(args, machine=machine), *check_machine(Run(args, machine=machine))]
     return [problem for problem in problems if problem.startswith("--colocate with")]
 
 

@@ -18,6 +18,7 @@ from slime.config.args import Args
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run
 from slime.data.sample import Group, Sample
 
 from .world import (
@@ -70,7 +71,7 @@ def make_args(name: str, flags: Sequence[str] = ()) -> Args:
     if not given & set(CORRECTIONS):
         settings["use_rollout_logprobs"] = True
     args = args.with_values(**settings)
-    problems += resolve_defaults(args, machine=Machine(gpus=0, cores=1, in_cluster=False))
+    problems += resolve_defaults(Run(args, machine=Machine(gpus=0, cores=1, in_cluster=False)))
     problems += check_estimator(args)
     if problems:
         raise CheckAlgoError("; ".join(problems))

@@ -260,8 +260,8 @@ class TableBackend(SharedBackend):
         return {name: list(x.split(lengths)) for name, x in scored.items() if x is not None}
 
     def add_values(self, batch: RankBatch) -> None:
-        """Set ``old_values``, which are those of an ideal critic of the current policy."""
-        batch["old_values"] = [
+        """Set ``values``, which are those of an ideal critic of the current policy."""
+        batch["values"] = [
             self.values_of[[row for row, _ in self._rows(tokens.tolist())][-length - 1 : -1]]
             for tokens, length in zip(batch["tokens"], batch["response_lengths"], strict=True)
         ]

@@ -139,6 +139,7 @@ def _arguments(options: argparse.Namespace) -> Args:
     from slime.config.machine import Machine
     from slime.config.parser import ConfigError, read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
 
     args, problems = read_command_line(options.rest, prog="slime plan")
     if args.hf_checkpoint is None:
@@ -147,7 +148,7 @@ def _arguments(options: argparse.Namespace) -> Args:
         )
     # The machine of the run, which this one need not be.
     machine = Machine(min(options.gpus or 8, 8), 16, False)
-    problems += resolve_defaults(args, asynchronous=options.asynchronous, machine=machine)
+    problems += resolve_defaults(Run(args, options.asynchronous, machine))
     if not problems and not args.debug_rollout_only:
         problems += ParallelLayout.from_args(args).problems()
     if problems:

@@ -189,12 +189,12 @@ def _rank_batch(bench: Bench) -> RankBatch:
         ]
 
     # No model has scored these samples, but every loss needs log-probs.
-    batch["old_log_probs"] = draw(-3, -0.01)
+    batch["log_probs"] = draw(-3, -0.01)
     batch["ref_log_probs"] = draw(-3, -0.01)
-    batch["rollout_log_probs"] = [x + 0.01 for x in batch["old_log_probs"]]
+    batch["rollout_log_probs"] = [x + 0.01 for x in batch["log_probs"]]
     batch["rollout_id"] = 0
     if args.use_critic:
-        batch["old_values"] = draw(-1, 1)
+        batch["values"] = draw(-1, 1)
     return batch
 
 
@@ -231,17 +231,13 @@ def postprocess(bench: Bench, fn: Hook) -> str:
     args = bench.args
     batch = _rank_batch(bench)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
-    with batch.lent_to("--rollout-data-postprocess-path") as view:
-        result = bench.call(fn, args, 0, view)
+    result = bench.call(fn, args, 0, batch)
     if result is not None:
         bench.notes.append("its return value is ignored: it must modify rollout_data in place")
-    _check_per_token(
-        fn,
-        batch,
-        *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns),
-    )
+    if args.compute_advantages_and_returns:
+        _check_per_token(fn, batch, "advantages", "returns")
     return "called with " + ", ".join(
-        sorted(name for name, value in view.items() if value is not None)
+        sorted(name for name, value in batch.items() if value is not None)
     )
 
 

@@ -20,8 +20,8 @@ from slime.data.fields import RankBatch
 BEFORE = "weights_before.safetensors"
 AFTER = "weights_after.safetensors"
 PER_TOKEN = (
-    "loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns",
-    "old_values", "kl", "staleness",
+    "loss_masks", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns",
+    "values", "kl", "staleness",
 )  # fmt: skip
 """Entries of a batch with a value for each response token, which are shown for a sample if they are
 there.

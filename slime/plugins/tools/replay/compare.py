@@ -127,7 +127,7 @@ MOST_DIFFERENCES = 8
 SHOWN = {
     "loss_masks": "mask",
     "rollout_log_probs": "engine",
-    "old_log_probs": "old",
+    "log_probs": "old",
     "ref_log_probs": "reference",
     "teacher_log_probs": "teacher",
     "advantages": "advantage",

@@ -140,7 +140,7 @@ def replay_role(place: Place, job: RoleJob) -> RoleResult:
         else:
             train_on_rollout(backend, batch)
         if job.role == "critic":
-            _write_entries(job, place, rollout_id, {"old_values": batch["old_values"]})
+            _write_entries(job, place, rollout_id, {"values": batch["values"]})
             continue
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             backend.copy_weights("actor", "ref")

@@ -165,7 +165,7 @@ class TokenDumps:
         columns: dict[str, list[float | None]] = {}
         meanings: dict[str, str] = {}
         for field in FIELDS:
-            name = field.public_name
+            name = field.name
             if field.per == "response token" and sample.get(name) is not None:
                 values = _numbers(sample[name])
                 if len(values) == length:

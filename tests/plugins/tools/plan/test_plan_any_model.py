@@ -17,6 +17,7 @@ from slime.cli.main import main
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run
 from slime.plugins.tools.plan.read import read_run, report
 from slime.plugins.tools.plan.setups import KINDS, PlannedModel
 
@@ -41,7 +42,7 @@ def planned(folder: Path, *words: str, expected: tuple[int, ...] = (0, 1)) -> No
     common += ["--num-rollout", "1", "--hf-checkpoint", str(folder), *words]
     assert main(["plan", "--layouts", "1", *common]) in expected
     args, problems = read_command_line(common)
-    assert not problems + resolve_defaults(args, machine=Machine(2, 16, False))
+    assert not problems + resolve_defaults(Run(args, machine=Machine(2, 16, False)))
     for kind in ("h200", "l40s"):
         report(KINDS[kind], read_run(args, KINDS[kind]), ())
 

@@ -16,6 +16,7 @@ from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine
 from slime.config.parser import read_command_line
 from slime.config.resolve import resolve_defaults
+from slime.config.rules import Run as RunOfFlags
 from slime.plugins.tools.plan.layouts import SAMPLES, Way, setting, ways
 from slime.plugins.tools.plan.plan import Plan, Run, make_plan
 from slime.plugins.tools.plan.seconds import measured_lengths, response_lengths
@@ -68,7 +69,7 @@ def test_with_a_long_tail_a_standing_pool_is_faster_and_its_flags_are_those_of_a
         words += ["4", "--rollout-batch-size", "16", "--hf-checkpoint", str(tmp_path)]
         args, problems = read_command_line([*words, *" ".join(way.flags).split()])
         problems += resolve_defaults(
-            args, asynchronous=way.program == "train_async.py", machine=Machine(8, 16, False)
+            RunOfFlags(args, way.program == "train_async.py", Machine(8, 16, False))
         )
         assert not problems
         assert args.world_size + (0 if args.colocate else args.rollout_num_gpus) == 4

@@ -37,6 +37,7 @@ def test_a_run_is_warned_of_only_if_it_will_not_fit(
     from slime.config.machine import Machine
     from slime.config.parser import read_command_line
     from slime.config.resolve import resolve_defaults
+    from slime.config.rules import Run
 
     def started(config: dict[str, object], kind: str | None, engine: str = "sglang") -> str:
         read(tmp_path, config)
@@ -53,7 +54,7 @@ def test_a_run_is_warned_of_only_if_it_will_not_fit(
         args, problems = read_command_line(
             [*words, "--actor-num-gpus-per-node", "1", "--num-rollout", "1"]
         )
-        assert not problems + resolve_defaults(args, machine=Machine(1, 16, False))
+        assert not problems + resolve_defaults(Run(args, machine=Machine(1, 16, False)))
         monkeypatch.setattr(warn, "installed_kind", lambda: KINDS[kind] if kind else None)
         return "\n".join(warn.misfits(args))
 
