@@ -17,6 +17,7 @@ from slime.config.hf_config import (
     model_config,
     read_config,
 )
+from slime.config.rules import Run
 from slime.config.run import other_folder
 from slime.models.shards import ModelError, quantization_of, require_hub
 
@@ -40,7 +41,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     args = parse_args(
         words,
         asynchronous=asynchronous,
-        extra_checks=[partial(check_all, asynchronous=asynchronous)],
+        extra_checks=[check_all],
         settings=REPORTS.settings,
     )
     if args.dry_run:
@@ -73,10 +74,11 @@ def dry_run(args: Args, asynchronous: bool = False) -> None:
     print("\ndry run: no process was started and no file was written")
 
 
-def check_all(args: Args, asynchronous: bool = False) -> list[str]:
+def check_all(run: Run) -> list[str]:
     """The checks of files, rows, labels, checkpoints and folders, which come after those of the
     flags themselves.
     """
+    args = run.args
     # imported only when it runs, so that --help needs no numpy
     from slime.data.validate import check_data
     from slime.rollout.rm_hub.dispatch import check_rewards
@@ -88,13 +90,12 @@ def check_all(args: Args, asynchronous: bool = False) -> list[str]:
         *registry.called_for("check", args),
         check_schedules,
         check_checkpoints,
-        partial(check_snapshots, asynchronous=asynchronous),
     )
     # Without its model, the other checks of a run would wait for the hub again.
     if problems := check_hub(_named_checkpoints(args)):
         return problems
     # A check may go on in another process until its problems are read.
-    started = [check(args) for check in checks]
+    started = [*(check(args) for check in checks), check_snapshots(run)]
     return [problem for problems in started for problem in problems]
 
 
@@ -182,7 +183,7 @@ def _on_this_machine(named: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
+def check_snapshots(run: Run) -> list[str]:
     """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend, and
     a snapshot whose rollouts could not be scored (:func:`check_same_old_actor`)."""
     from slime.checkpoint.files import hostile_file
@@ -191,6 +192,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
     from slime.cluster.folders import snapshot_of
     from slime.config.lora import adapter_file
 
+    args = run.args
     load = args.load
     problems = []
     try:
@@ -212,7 +214,7 @@ def check_snapshots(args: Args, asynchronous: bool = False) -> list[str]:
                 check_same_old_actor(
                     snapshot.manifest,
                     {n: getattr(args, n) for n in DECIDES_OLD_ACTOR},
-                    asynchronous,
+                    run.asynchronous,
                 )
             if adapter_file(load) is not None:
                 # imports torch, which the driver does not need otherwise

@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-ExtraCheck = Callable[[Args], list[str]]
+ExtraCheck = Callable[[Run], list[str]]
 
 _TYPED = "typed options"
 """The attribute of argparse's result with the options of slime and their words."""
@@ -353,7 +353,7 @@ def check_args(
     idle += idle_flags(run)
     args.notices += no_effect_notice(idle)
     for check in extra_checks:
-        problems += check(args)
+        problems += check(run)
     return args, list(dict.fromkeys(problems))
 
 

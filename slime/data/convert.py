@@ -306,11 +306,19 @@ def _check_lengths(sample: Sample) -> None:
             "token and the whole response"
         )
     for name in ("rollout_log_probs", "teacher_log_probs"):
-        value = sample.array(name)
-        if value is not None and len(value) != response:
-            raise ValueError(
-                f"sample {sample.index}: {len(value)} {name} for {response} response tokens"
-            )
+        _of_response(sample, name)
+
+
+def _of_response(sample: Sample, name: str) -> np.ndarray | None:
+    """A field with one number per response token, ``[response_length]``; None if it is not set."""
+    values = None if is_unset(vars(sample)[name]) else sample.array(name)
+    if values is not None and len(values) != sample.response_length:
+        empty = "" if len(values) else " (set None if it has no values)"
+        raise ValueError(
+            f"sample {sample.index}: {name} has {len(values)} entries, the response "
+            f"{sample.response_length} tokens{empty}"
+        )
+    return values
 
 
 def _check_vocabulary(sample: Sample, size: int | None) -> None:
@@ -332,16 +340,8 @@ def _loss_mask(sample: Sample) -> np.ndarray:
     """
     if sample.remove_sample or sample.reward_timed_out:
         return np.zeros(sample.response_length, np.int8)
-    mask = None if is_unset(vars(sample)["loss_mask"]) else sample.array("loss_mask")
-    if mask is None:
-        return np.ones(sample.response_length, np.int8)
-    if len(mask) != sample.response_length:
-        empty = "" if len(mask) else " (None, not an empty mask, trains on all of them)"
-        raise ValueError(
-            f"sample {sample.index}: loss_mask has {len(mask)} entries, the response "
-            f"{sample.response_length} tokens{empty}"
-        )
-    return mask
+    mask = _of_response(sample, "loss_mask")
+    return np.ones(sample.response_length, np.int8) if mask is None else mask
 
 
 def _observation_mask(sample: Sample, trained: np.ndarray) -> np.ndarray:
@@ -350,13 +350,8 @@ def _observation_mask(sample: Sample, trained: np.ndarray) -> np.ndarray:
     """
     if not trained.any():
         return np.zeros(sample.response_length, np.int8)
-    if sample.observation_mask is not None:
-        mask = np.asarray(sample.observation_mask, np.int8)
-        if len(mask) != sample.response_length:
-            raise ValueError(
-                f"sample {sample.index}: observation_mask has {len(mask)} entries, the response "
-                f"{sample.response_length} tokens"
-            )
+    mask = _of_response(sample, "observation_mask")
+    if mask is not None:
         return mask * (trained == 0)
     log_probs = sample.array("rollout_log_probs")
     # A token that an engine sampled may be masked as well, in a part that an older rollout made.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from slime.config.args import FLAGS, Args
 from slime.config.files import NamedDataError, data_name, load_yaml
-from slime.config.flag import did_you_mean, out_of_range
+from slime.config.flag import Flag, OutOfRange, convert, did_you_mean
 from slime.data.dataset import PromptMaker
 from slime.data.prompts import RowKeys
 from slime.types import JsonObject
@@ -66,7 +64,7 @@ class EvalDatasetConfig:
     def from_args(cls, args: Args) -> EvalDatasetConfig:
         """The settings that the flags give for all data sets, without name and path."""
         of_run = {
-            flag.removeprefix("rollout_").removeprefix("eval_"): value
+            _setting_of(flag): value
             for flag in _OF_RUN
             if (value := getattr(args, flag)) is not None
         }
@@ -99,6 +97,21 @@ _OF_RUN = (
     "eval_max_response_len", "eval_max_prompt_len", "eval_min_new_tokens",
 )  # fmt: skip
 """The flags that give settings, later ones before earlier ones."""
+
+
+def _setting_of(flag: str) -> str:
+    return flag.removeprefix("rollout_").removeprefix("eval_")
+
+
+_FLAG_OF = {_setting_of(flag): flag for flag in _OF_RUN}
+"""The flag of each setting that has one."""
+_OTHERS = {
+    name: Flag(name, name, "value", kind, None, "")
+    for name, kind in {
+        "name": str, "path": str, "repetition_penalty": float, "no_stop_trim": bool, "metadata_overrides": dict,
+    }.items()
+}  # fmt: skip
+"""How the values of other settings are read."""
 _NAMES = {f.name for f in fields(EvalDatasetConfig)}
 
 
@@ -164,9 +177,9 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
             f"{did_you_mean(unknown[0], _NAMES)}"
         )
     given: dict[str, Any] = {**defaults, **entry}
-    for key, value in given.items():
-        _check_value(entry["name"], key, value)
-    config = EvalDatasetConfig(**given)
+    config = EvalDatasetConfig(
+        **{key: _converted(entry["name"], key, value) for key, value in given.items()}
+    )
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
     # A reward type in the file is more specific than the reward function that the flags set for the
     # whole run.
@@ -179,39 +192,23 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
     return config
 
 
-_HINTS = get_type_hints(EvalDatasetConfig)
-
-
-def _check_value(dataset: object, key: str, value: object) -> None:
-    """Check the type of a value, since YAML reads some words as numbers, dates or mappings, and its
-    range.
+def _converted(dataset: object, key: str, value: object) -> Any:
+    """Convert a value as that of the flag for all data sets, since YAML reads some words as numbers,
+    dates or mappings.
 
     Raises:
         TypeError: The value has another type than the setting.
-        ValueError: It is outside the range of the flag for all data sets.
+        ValueError: It is outside the range of the flag.
     """
-    # The annotations of the dataclass are the only place that says which types are valid.
-    hint = _HINTS[key]
-    kinds = [
-        get_origin(kind) or kind
-        for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
-    ]
-    if value is None or object in kinds:
-        return
-    wanted = [kind for kind in kinds if kind is not type(None)]
-    right = type(value) in wanted or (float in wanted and type(value) is int)
-    finite = not isinstance(value, float) or math.isfinite(value)
-    plain = (
-        not isinstance(value, dict)
-        or key != "multimodal_keys"
-        or all(isinstance(v, str) for v in value.values())
-    )
-    if not (right and finite and plain):
-        words = " or ".join(kind.__name__ for kind in wanted)
-        raise TypeError(f"evaluation data set {dataset!r}: {key} needs {words}, not {value!r}")
-    flag = FLAGS.get(key) or FLAGS.get(f"eval_{key}")
-    if flag and (problem := out_of_range(flag, value)):
-        raise ValueError(f"evaluation data set {dataset!r}: {key} {value} {problem}")
+    if value is None or key not in _FLAG_OF.keys() | _OTHERS.keys():
+        return value
+    flag = FLAGS[_FLAG_OF[key]] if key in _FLAG_OF else _OTHERS[key]
+    try:
+        return convert(flag, value)
+    except OutOfRange as error:
+        raise ValueError(f"evaluation data set {dataset!r}: {key} {value} {error}") from error
+    except ValueError as error:
+        raise TypeError(f"evaluation data set {dataset!r}: {key}: {error}") from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

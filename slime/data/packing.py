@@ -62,7 +62,6 @@ class PackLayout:
     logit_index      int64 [R]     row whose logits score each response token, samples in order
     targets          int64 [R]     ids of the response tokens
     response_lengths list, n       as given
-    num_padding      int           padding tokens at the end, which form a segment
     sample_ranges    n lists       per sample, the ``(start, end)`` rows that hold its tokens
     response_index   list, n       with context parallelism (:func:`build_context_pack`,
                                    :func:`rows_of_rank`): which of a sample's response tokens this
@@ -81,7 +80,6 @@ class PackLayout:
     logit_index: np.ndarray
     targets: np.ndarray
     response_lengths: list[int]
-    num_padding: int
     sample_ranges: list[list[Range]]
     response_index: list[np.ndarray] | None = None
     whole_samples: list[np.ndarray] | None = None
@@ -160,7 +158,6 @@ def build_pack(
         kv_ranges=builder.kv_ranges,
         kv_index=np.concatenate(builder.keys) if stored else None,
         response_lengths=list(map(int, response_lengths)),
-        num_padding=num_padding,
         sample_ranges=sample_ranges,
     )
 
@@ -360,7 +357,6 @@ def build_context_pack(
         kv_ranges=[],
         kv_index=np.concatenate(builder.keys),
         response_lengths=[len(x) for x in response_index],
-        num_padding=num_padding,
         sample_ranges=sample_ranges,
         response_index=response_index,
         whole_samples=whole_samples,

@@ -44,12 +44,10 @@ class PromptRow:
     tools: list[dict[str, Any]] | None
 
 
-class RowError(ValueError):
-    """A problem of one row; the message does not contain the row's position."""
-
-
-class MissingColumn(RowError):
-    """A row lacks a required column."""
+class MissingColumn(ValueError):
+    """A row lacks a required column. Like those of all problems of a row, the message does not
+    contain the row's position.
+    """
 
 
 class Report:
@@ -169,7 +167,7 @@ def _parse_row(
     metadata = dict(metadata_of(_optional(data, keys.metadata)))
     tools = decoded("tools", _optional(data, keys.tools))
     if tools is not None and not _are_objects(tools):
-        raise RowError(
+        raise ValueError(
             f"tools must be a list of objects (or its JSON text), not {_describe(tools)}"
         )
     if raw.filled:
@@ -213,7 +211,7 @@ def _prompt(
         raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
     if isinstance(value, str):
         if not value.strip():
-            raise RowError(f"the prompt {keys.prompt!r} is empty")
+            raise ValueError(f"the prompt {keys.prompt!r} is empty")
         if not as_messages:
             return value
         value = [{"role": "user", "content": value}]
@@ -228,25 +226,25 @@ def check_messages(value: object, where: str) -> list[Message]:
         where: Names the prompt in an error.
 
     Raises:
-        RowError: It is not a list, or a message has no role or no content.
+        ValueError: It is not a list, or a message has no role or no content.
     """
     if not isinstance(value, list) or not value:
-        raise RowError(
+        raise ValueError(
             f"the prompt {where} must be a text or a list of messages, not {_describe(value)}"
         )
     if isinstance(value[0], int):
-        raise RowError(f"the prompt {where} is a list of numbers: give the text of token ids")
+        raise ValueError(f"the prompt {where} is a list of numbers: give the text of token ids")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(
+            raise ValueError(
                 f"message {i} of {where} must be an object with a role, not {_describe(message)}"
             )
         content = message.get("content")
         if not isinstance(content, str | list) and not (
             content is None and message.get("tool_calls")
         ):
-            raise RowError(
+            raise ValueError(
                 f"message {i} of {where} has a content that is {_describe(content)}, not a text "
                 "or parts"
             )
@@ -331,7 +329,7 @@ def _insert_media(
         result.append(message)
     for name, column in columns.items():
         if used[name] != len(items[name]):
-            raise RowError(
+            raise ValueError(
                 f"{used[name]} placeholders {MultimodalTypes.get(name).placeholder} in the prompt, "
                 f"but {len(items[name])} items in {column!r}"
             )
@@ -351,7 +349,7 @@ def _label(data: Mapping[str, object], key: str | None) -> JsonValue:
     if value is _MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bytes):
-        raise RowError(f"the label is bytes: {_describe(value)}")
+        raise ValueError(f"the label is bytes: {_describe(value)}")
     return value if isinstance(value, str | list | dict) else str(value)
 
 

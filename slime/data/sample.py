@@ -144,7 +144,7 @@ class Sample:
     def array(self, name: str) -> np.ndarray | None:
         """A per-token field as an array that must not be written to, or None if the field is None.
 
-        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 if float32 would
+        ``tokens`` as int32, masks as int8, log-probs as float32 (float64 if float32 would
         round them). Unlike the attribute, this creates no Python object per token if the field is
         packed.
 
@@ -212,7 +212,7 @@ class Sample:
         """
         token_fields.cut(self, "tokens", self.num_tokens - self.response_length + length)
         self.response, self.response_length, self.status = text, length, Status.TRUNCATED
-        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+        for name in ("loss_mask", "observation_mask", "rollout_log_probs", "teacher_log_probs"):
             token_fields.cut(self, name, length)
         if (
             self.rollout_top_p_token_ids is not None
@@ -222,8 +222,6 @@ class Sample:
             self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[
                 : self.rollout_top_p_token_offsets[-1]
             ]
-        if self.observation_mask is not None:
-            self.observation_mask = self.observation_mask[:length]
         if self.rollout_routed_experts is not None:
             self.rollout_routed_experts = self.rollout_routed_experts[: self.num_tokens - 1]
         self.version_spans = [

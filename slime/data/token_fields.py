@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TOKEN_FIELDS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
     "loss_mask": np.int8,
+    "observation_mask": np.int8,
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
 }
@@ -172,15 +173,19 @@ def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) ->
     """
     held = instance.__dict__
     old = held[name]
-    # A list may be held by users' code, so it stays the same object.
-    if isinstance(old, list):
-        old.extend(values.tolist() if hasattr(values, "tolist") else values)
-    elif isinstance(old, Packed) or (old is None and isinstance(values, np.ndarray)):
+    if isinstance(old, Packed) or (old is None and isinstance(values, np.ndarray)):
         parts = [as_array(name, part) for part in (old, values) if part is not None]
         held[name] = Packed(np.concatenate(parts))
-    else:
-        before = [] if old is None else old.tolist() if hasattr(old, "tolist") else list(old)
-        held[name] = [*before, *(values.tolist() if hasattr(values, "tolist") else values)]
+        return
+    # A list may be held by users' code, so it stays the same object.
+    if not isinstance(old, list):
+        old = held[name] = [] if old is None else as_list(old)
+    old.extend(as_list(values))
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return the entries of a sequence, an array or a tensor."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def cut(instance: object, name: str, length: int) -> None:

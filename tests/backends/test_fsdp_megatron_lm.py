@@ -15,6 +15,7 @@ from fsdp_helpers import VOCAB, make_args, save_tiny_llama, save_tiny_qwen3_moe
 from slime.backends.create import create_backend
 from slime.backends.fsdp.hf_weights import iter_hf_weights
 from slime.cluster.checks import check_snapshots
+from slime.config.rules import Run
 from slime.plugins.megatron.flags import check_megatron_lm
 from slime.weights.hf_folder import HfFolder
 
@@ -78,15 +79,15 @@ def test_what_does_not_fit_is_told_before_the_start(tmp_path: Path) -> None:
         ref_load=str(base),
         train_backend="fsdp",
     )
-    assert check_megatron_lm(args) == [] and check_snapshots(args) == []
+    assert check_megatron_lm(args) == [] and check_snapshots(Run(args)) == []
     assert "only the weights" in args.notices[-1] and "first rollout" in args.notices[-1]
     args.save = args.load
-    (problem,) = check_snapshots(args)
+    (problem,) = check_snapshots(Run(args))
     assert problem.startswith(f"--save {args.save} holds checkpoints that slime did not write")
     args.save, args.lora_rank = None, 4
     assert "--lora-rank" in check_megatron_lm(args)[0]
     args.lora_rank, args.ckpt_step = 0, 7
-    assert "checkpoints" in check_snapshots(args)[0]  # there is no iteration 7
+    assert "checkpoints" in check_snapshots(Run(args))[0]  # there is no iteration 7
     args.ckpt_step = None
     del tensors["decoder.final_layernorm.weight"]
     args.ref_load = str(write(tmp_path / "broken", tensors))

@@ -17,6 +17,7 @@ from slime.cluster.checks import (
     check_snapshots,
 )
 from slime.config.args import Args
+from slime.config.rules import Run
 from slime.plugins.agents.environments.source import check_environment
 from slime.plugins.tools.plan.read import check_save_folder, snapshot_bytes
 
@@ -37,9 +38,9 @@ def test_a_folder_with_checkpoints_of_another_program_is_named_before_the_start(
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / snapshot.TRACKER).write_text("100")
     args = Args()
-    assert check_snapshots(args) == []
+    assert check_snapshots(Run(args)) == []
     args.load = args.save = str(tmp_path)
-    saving, loading = check_snapshots(args)
+    saving, loading = check_snapshots(Run(args))
     assert saving.startswith(f"--save {tmp_path} holds") and "(iter_0000100/" in saving
     assert (
         loading.startswith(f"--load {tmp_path} holds") and "convert_torch_dist_to_hf.py" in loading
@@ -54,12 +55,12 @@ def test_a_missing_iteration_and_a_damaged_snapshot_are_named_before_the_start(
     path = snapshot.commit(temp, {"rollout_id": 3})
     args = Args()
     args.load = args.save = str(tmp_path)
-    assert check_snapshots(args) == []
+    assert check_snapshots(Run(args)) == []
     args.ckpt_step = 4
-    assert "iteration 4" in check_snapshots(args)[0]
+    assert "iteration 4" in check_snapshots(Run(args))[0]
     args.ckpt_step = 3
     (path / "a").write_bytes(b"ab")
-    assert "2 bytes" in check_snapshots(args)[0]
+    assert "2 bytes" in check_snapshots(Run(args))[0]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,8 @@ def test_rollouts_ahead_that_another_old_actor_would_score_are_refused_before_th
         temp = snapshot.begin(folder, 3)
         (temp / "a").write_bytes(b"abc")
         snapshot.commit(temp, {"rollout_id": 3, "ahead": ahead, "settings": flags})
-        problems = check_snapshots(
-            make_args().with_values(load=str(folder), **(flags | changed)), asynchronous
-        )
+        args = make_args().with_values(load=str(folder), **(flags | changed))
+        problems = check_snapshots(Run(args, asynchronous))
         assert len(problems) == (ahead > 0 and named is not None)
         if problems:
             assert "2 rollout(s)" in problems[0] and str(named) in problems[0]
@@ -106,12 +106,12 @@ def test_a_folder_with_nothing_to_load_is_no_silent_fresh_start(tmp_path: Path) 
         "fsdp",
     )
     (tmp_path / "load").mkdir()
-    assert check_snapshots(args) == []  # empty: a first run
+    assert check_snapshots(Run(args)) == []  # empty: a first run
     (tmp_path / "load" / "logs").mkdir()
-    (problem,) = check_snapshots(args)
+    (problem,) = check_snapshots(Run(args))
     assert "neither snapshots" in problem and problem.endswith("only logs")
     args.save = args.load
-    assert check_snapshots(args) == []
+    assert check_snapshots(Run(args)) == []
 
 
 @pytest.mark.parametrize(("inside", "backend"), [("torch_dist", "megatron"), ("dcp", "fsdp")])
@@ -126,9 +126,9 @@ def test_a_snapshot_of_the_other_backend_is_told_before_the_start(
     args = Args()
     args.load = args.save = str(tmp_path)
     args.train_backend = backend
-    assert check_snapshots(args) == []
+    assert check_snapshots(Run(args)) == []
     args.train_backend = {"fsdp": "megatron", "megatron": "fsdp"}[backend]
-    (problem,) = check_snapshots(args)
+    (problem,) = check_snapshots(Run(args))
     assert f"with --train-backend {backend}" in problem
 
 

@@ -109,7 +109,7 @@ def test_a_file_cannot_set_what_is_no_flag(workplace, name: str, option: str) ->
 @pytest.mark.parametrize(
     "setting",
     [
-        "label_key: 5",
+        "label_key: {a: 1}",
         "input_key: [a]",
         "n_samples_per_eval_prompt: x",
         "n_samples_per_eval_prompt: true",
@@ -117,9 +117,12 @@ def test_a_file_cannot_set_what_is_no_flag(workplace, name: str, option: str) ->
         "top_k: 1.5",
         "rm_type: {a: 1}",
         "multimodal_keys: {image: 5}",
-        "stop: 5",
-        "path: 5",
-        "apply_chat_template: 1",
+        "stop: {a: 1}",
+        "path: {a: 1}",
+        "apply_chat_template: 2",
+        "metadata_overrides: [1]",
+        "no_stop_trim: perhaps",
+        "repetition_penalty: x",
     ],
 )
 def test_settings_of_evaluation_sets_have_types(workplace, setting: str) -> None:
@@ -133,7 +136,7 @@ def test_settings_of_evaluation_sets_have_types(workplace, setting: str) -> None
     problems = check_data(
         workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label
     )
-    assert len(problems) == 1 and f"{key} needs" in problems[0], problems
+    assert len(problems) == 1 and f"evaluation data set 'a': {key}" in problems[0], problems
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_the_age_of_tokens_is_counted_from_the_rollout_that_trains_them() -> Non
         ({"tokens": []}, "has 0 tokens"),
         ({"response_length": 3}, r"has 3.*response_length 3"),
         ({"loss_mask": [1]}, r"loss_mask has 1.*2 tokens"),
-        ({"rollout_log_probs": [0.0]}, r"1 rollout_log_probs.*2 response"),
+        ({"rollout_log_probs": [0.0]}, r"rollout_log_probs has 1.*2 tokens"),
     ],
 )
 def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str) -> None:

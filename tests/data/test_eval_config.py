@@ -87,7 +87,7 @@ def test_datasets_by_name(tmp_path: Path) -> None:
         (
             "eval: {datasets: [{name: a, path: p, metadata_overrides: [1]}]}",
             TypeError,
-            "metadata_overrides needs dict",
+            "metadata_overrides",
         ),
         ("eval: {datasets: [{name: a}]}", ValueError, "name and path"),
         ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "once: a"),

@@ -12,6 +12,7 @@ from tiny_checkpoints import llama_config, read_tensors, save_model
 
 from slime.backends.fsdp.hf_weights import save_hf_checkpoint
 from slime.cluster.checks import check_all
+from slime.config.rules import Run
 from slime.models.loading import ModelError, load_hf_config, load_hf_model
 from slime.models.shards import require_hub, resolve_folder
 
@@ -41,7 +42,7 @@ def test_a_run_with_such_a_model_has_one_problem(no_hub: Path) -> None:
     from make_args import make_args
 
     args = make_args(hf_checkpoint=NAME, apply_chat_template=True, prompt_data="absent.jsonl")
-    (problem,) = check_all(args)
+    (problem,) = check_all(Run(args))
     assert problem.startswith(f"--hf-checkpoint: {NAME} is not on this machine")
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from slime.cli.command import CommandError
-from slime.plugins.http.server import Refused
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Limits:
         return cls(**{"models": models, **given})  # type: ignore[arg-type]  # checked above
 
 
-class OverLimit(Refused):
+class OverLimit(Exception):
     """A tenant has used what it may.
 
     Args:
@@ -57,10 +56,8 @@ class OverLimit(Refused):
     """
 
     def __init__(self, message: str, seconds: int | None = None) -> None:
-        # the client waits after 429, and gives up after 403
-        super().__init__(message, 403 if seconds is None else 429)
+        super().__init__(message)
         self.seconds = seconds
-        self.headers = None if seconds is None else {"Retry-After": str(seconds)}
 
 
 class Meter:

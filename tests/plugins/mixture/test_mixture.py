@@ -174,7 +174,8 @@ def test_a_wrong_file_is_one_problem_of_the_command(
     if text is not None:
         file.write_text(text)
     words = ["--prompt-mixture", str(file), "--rm-type", "math"]
-    told_all = check_args([*words, "--hf-checkpoint", str(tmp_path)], extra_checks=[check])[1]
+    words += ["--hf-checkpoint", str(tmp_path)]
+    told_all = check_args(words, extra_checks=[lambda run: check(run.args)])[1]
     (problem,) = [line for line in told_all if "mixture" in line or "prompt" in line]
     assert problem.startswith(f"--prompt-mixture {file}: ") and told in problem
 

@@ -22,7 +22,6 @@ from slime.config.rollout import is_fully_async
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
-from slime.plugins.http.server import END, event, event_stream, listen
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 
@@ -326,7 +325,9 @@ class ScriptedEngine:
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
-        self.port = await listen(self._runner, "127.0.0.1")
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = int(self._runner.addresses[0][1])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -387,9 +388,9 @@ class ScriptedEngine:
             answer["meta_info"].pop("output_token_logprobs", None)
         if not body.get("stream"):
             return web.json_response(answer)
-        response = event_stream()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(event(answer) + END)
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
     def _write(

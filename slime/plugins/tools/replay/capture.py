@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from slime.backends.loss import compute_loss
 from slime.backends.loss_inputs import Scores, TokenBatch
 from slime.backends.shared import SharedBackend
-from slime.data.fields import RankBatch
+from slime.data.fields import FIELDS, RankBatch
 
 BEFORE = "weights_before.safetensors"
 AFTER = "weights_after.safetensors"
-PER_TOKEN = (
-    "loss_masks", "rollout_log_probs", "log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns",
-    "values", "kl", "staleness",
-)  # fmt: skip
-"""Entries of a batch with a value for each response token, which are shown for a sample if they are
-there.
-"""
 
 
 @dataclass
@@ -86,9 +79,9 @@ def facts_of(batch: RankBatch, position: int) -> SampleFacts:
         if batch.get(name) is not None
     }
     per_token = {
-        name: torch.as_tensor(batch[name][position]).float()
-        for name in PER_TOKEN
-        if batch.get(name) is not None
+        entry.name: torch.as_tensor(batch[entry.name][position]).float()
+        for entry in FIELDS
+        if entry.per == "response token" and batch.get(entry.name) is not None
     }
     length = int(batch["response_lengths"][position])
     return SampleFacts(torch.as_tensor(batch["tokens"][position]), length, numbers, per_token)
