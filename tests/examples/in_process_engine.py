@@ -22,14 +22,14 @@ async def serving(model: Path) -> AsyncIterator[str]:
 
     from slime.engines.http import close_session
     from slime.plugins.embedded import routes_generate
-    from slime.plugins.embedded.fields import errors_as_json
     from slime.plugins.embedded.loading import EngineOptions, load_engine
     from slime.plugins.embedded.served import SERVED
+    from slime.plugins.http.server import errors_as_json
 
     loaded = load_engine(
         EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096)
     )
-    app = web.Application(middlewares=[errors_as_json])
+    app = web.Application(middlewares=[errors_as_json()])
     app[SERVED] = loaded
     app.add_routes(routes_generate.routes)
     loaded.engine.start(asyncio.get_running_loop())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from slime.models.checked import check_checkpoint_once
 from slime.models.loading import load_hf_model
 from slime.models.shards import INDEX, ModelError, read_headers
-from slime.plugins.embedded.fields import WeightError
+from slime.plugins.embedded.served import WeightError
 from slime.plugins.embedded.weights import Weights
 
 CHUNKS = 10

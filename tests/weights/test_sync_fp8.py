@@ -154,7 +154,7 @@ def test_an_engine_with_other_values_is_found(
 
 
 def test_values_without_scales_are_refused(process: EngineProcess) -> None:
-    from slime.plugins.embedded.fields import WeightError
+    from slime.plugins.embedded.served import WeightError
     from slime.plugins.embedded.weights import Weights
 
     weights = Weights(new_model(0))

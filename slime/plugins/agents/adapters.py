@@ -23,11 +23,12 @@ from slime.config.args import Args
 from slime.config.resolve import resolve_defaults
 from slime.config.rules import Run
 from slime.data.sample import Sample
+from slime.plugins.http.server import Refused
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams, Tokenizer
 
 from .anthropic_api import Messages
-from .messages import ApiError, Ask, note
+from .messages import Ask, note
 from .openai_api import Chat, Responses
 from .server import AgentServer, Dialect
 from .session import Place, Session
@@ -53,15 +54,15 @@ class _Session(Session):
 
     def check_open(self) -> None:
         if not self._open:
-            raise ApiError(503, "this session has ended", "session_closed")
+            raise Refused("this session has ended", 503, "session_closed")
         super().check_open()
 
     def prepare(self, ask: Ask) -> Place:
         self.check_open()
         if self.most_turns and self.counts["turns"] >= self.most_turns:
-            raise ApiError(
-                429,
+            raise Refused(
                 f"this session has had {self.most_turns} turns, its maximum",
+                429,
                 "max_turns_exceeded",
             )
         return super().prepare(ask)
@@ -74,7 +75,7 @@ class _Server(AgentServer):
 
     def session_named(self, name: str) -> Session:
         if name in self.ended:
-            raise ApiError(503, "this session has ended", "session_closed")
+            raise Refused("this session has ended", 503, "session_closed")
         return super().session_named(name)
 
 

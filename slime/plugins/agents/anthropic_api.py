@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 
+from slime.plugins.http.server import (
+    BadRequest,
+    Refused,
+    event,
+    json_object,
+    need,
+    string,
+    take,
+    truth,
+)
 from slime.types import JsonObject, JsonValue
 
 from .demands import anthropic_choice, demand_of, schema_of
 from .messages import (
-    COMMON_FIELDS,
-    CONTENT,
-    LIST,
-    OBJECT,
-    ApiError,
     Ask,
     Message,
     Reply,
     Tool,
     call,
-    check_fields,
-    event,
     fold_system,
-    inner_object,
     note,
-    objects,
-    strings,
+    stop_strings,
     text_of,
     tool,
-    whole_number,
 )
+from .openai_api import CONVERSATION, OBJECTS, TOKENS
 from .trajectory import Turn
 
 _ERRORS = {
@@ -39,9 +40,9 @@ _ERRORS = {
 }
 
 
-def anthropic_error(error: ApiError) -> Reply:
+def anthropic_error(error: Refused) -> Reply:
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 class Messages:
@@ -52,28 +53,27 @@ class Messages:
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, {**COMMON_FIELDS, "stop_sequences": LIST, "system": CONTENT})
-        messages: list[Message] = (
-            [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
-        )
-        for raw in objects(body, "messages"):
+        messages: list[Message] = []
+        if body.get("system"):
+            messages.append({"role": "system", "content": text_of(body["system"], "system")})
+        for raw in need(body, "messages", CONVERSATION):
             messages += _messages(raw)
-        choice = inner_object(body, "tool_choice")
-        tools = [] if (choice or {}).get("type") == "none" else _tools(body)
-        config = inner_object(body, "output_config") or {}
+        choice = take(body, "tool_choice", json_object, {})
+        tools = [] if choice.get("type") == "none" else _tools(body)
+        config = take(body, "output_config", json_object, {})
+        form = take(config, "format", json_object, None, "output_config.")
         # The beta version of the API has the format in a separate field.
-        form = inner_object(body, "output_format") or inner_object(
-            config, "format", "output_config."
-        )
+        form = take(body, "output_format", json_object, form)
+        thinking = take(body, "thinking", json_object, {})
         return Ask(
             messages=fold_system(messages),
             tools=tools,
             demand=demand_of(anthropic_choice(choice), schema_of(form, "output_config.format"), tools),
-            max_tokens=whole_number(body, "max_tokens"),
-            stop=strings(body, "stop_sequences"),
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or ""),
-            reasoning=(inner_object(body, "thinking") or {}).get("type") in ("enabled", "adaptive"),
+            max_tokens=take(body, "max_tokens", TOKENS, None),
+            stop=take(body, "stop_sequences", stop_strings, []),
+            stream=take(body, "stream", truth, False),
+            model=take(body, "model", string(), ""),
+            reasoning=thinking.get("type") in ("enabled", "adaptive"),
         )  # fmt: skip
 
     @staticmethod
@@ -160,7 +160,7 @@ class Messages:
         self.open = None
         return signed + _event("content_block_stop", index=self.index)
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: Refused) -> bytes:
         """The last event of a stream that an error ends."""
         return event(anthropic_error(error), "error")
 
@@ -216,12 +216,9 @@ def _tools(body: JsonObject) -> list[Tool]:
     """Return the client's own tools. Tools of Anthropic's servers, and tools that its models know
     without a schema, are left out."""
     tools = []
-    for entry in objects(body, "tools", required=False):
+    for entry in take(body, "tools", OBJECTS, []):
         if entry.get("type") in (None, "custom"):
-            check_fields(entry, {"input_schema": OBJECT}, "a tool's ")
-            tools.append(
-                tool(entry.get("name"), entry.get("description"), entry.get("input_schema"))
-            )
+            tools.append(tool(entry, "input_schema"))
         else:
             note(
                 f"tool {entry['type']}",
@@ -236,10 +233,10 @@ def _messages(raw: JsonObject) -> list[Message]:
     role = raw.get("role")
     content = raw.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(400, f"unknown role {role!r}")
+        raise BadRequest(f"unknown role {role!r}")
     # A text is the short form of one text block.
     text: JsonObject = {"type": "text", "text": content}
-    blocks = [text] if isinstance(content, str) else objects(raw, "content", required=content != [])
+    blocks = [text] if isinstance(content, str) else need(raw, "content", OBJECTS)
     # Results of tools are messages of their own in the common form, and stand before the rest.
     results: list[Message] = [
         {

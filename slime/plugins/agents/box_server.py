@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import hmac
 import json
 import os
 import time
@@ -24,6 +23,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from slime.engines.keys import ServerKeys
+from slime.plugins.http.server import MISTAKES, Refused, body_of, errors_as_json, json_answer
 
 from .box import LIMITS, Box, BoxProblem, LocalBox, Ran
 from .sandbox import Limits, Result, SandboxUnavailable
@@ -57,36 +59,34 @@ class BoxServer:
     """
 
     def __init__(self, key: str, most: int = 64) -> None:
-        self._key = key
+        self._keys = ServerKeys(key)
         self._most = most
         self._boxes: dict[str, _Lent] = {}
-        self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guarded])
+        middlewares = [errors_as_json(lambda message: {"error": message}, MISTAKES), self._guarded]
+        self.app = web.Application(client_max_size=BODY_BYTES, middlewares=middlewares)
         self.app.router.add_post("/boxes", self.create)
         self.app.router.add_post("/boxes/{id}", self.run)
         self.app.router.add_delete("/boxes/{id}", self.close)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests without the key, and answer mistakes of a request with status 400."""
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(sent.encode(), self._key.encode()):
-            return _refusal(401, f"the key is not that of the server ({KEY})")
+        """Refuse requests without the key."""
+        if not self._keys.admits(request.path, request.headers.get("Authorization", "")):
+            raise Refused(f"the key is not that of the server ({KEY})", 401)
         try:
             return await handler(request)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            return _refusal(400, f"the request cannot be read: {type(error).__name__}: {error}")
         except SandboxUnavailable as error:
-            return _refusal(503, str(error))
+            raise Refused(str(error), 503) from error
 
     async def create(self, request: web.Request) -> web.Response:
         """``{"limits": {...}, "folders": [...], "scratch": [...]}`` -> ``{"id": ...}``."""
-        body = await request.json()
+        body = await body_of(request)
         now = time.monotonic()
         for name, lent in list(self._boxes.items()):
             if now - lent.used > _IDLE_SECONDS and not lent.lock.locked():
                 del self._boxes[name]
         if len(self._boxes) >= self._most:
-            return _refusal(429, f"all {self._most} boxes are lent")
+            raise Refused(f"all {self._most} boxes are lent", 429)
         asked = body["limits"]
         limits = Limits(
             **{
@@ -97,14 +97,14 @@ class BoxServer:
         paths = [[_absolute(path) for path in body[name]] for name in ("folders", "scratch")]
         name = uuid.uuid4().hex
         self._boxes[name] = _Lent(LocalBox(limits, *paths))
-        return web.json_response({"id": name})
+        return json_answer({"id": name})
 
     async def run(self, request: web.Request) -> web.Response:
         """The arguments of :meth:`Box.run`, with files in base64 -> its result."""
         lent = self._boxes.get(request.match_info["id"])
         if lent is None:
-            return _refusal(404, "there is no such box: it was given back, or not used for long")
-        body = await request.json()
+            raise Refused("there is no such box: it was given back, or not used for long", 404)
+        body = await body_of(request)
         put = {_absolute(path): base64.b64decode(text) for path, text in body["put"].items()}
         get = [_absolute(path) for path in body["get"]]
         environment = {str(name): str(value) for name, value in body["environment"].items()}
@@ -113,16 +113,12 @@ class BoxServer:
                 str(body["command"]), float(body["seconds"]), put, get, environment
             )
         lent.used = time.monotonic()
-        return web.json_response({"result": asdict(ran.result), "files": _as_text(ran.files)})
+        return json_answer({"result": asdict(ran.result), "files": _as_text(ran.files)})
 
     async def close(self, request: web.Request) -> web.Response:
         """Drop a box."""
         self._boxes.pop(request.match_info["id"], None)
-        return web.json_response({})
-
-
-def _refusal(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message[:2000]}, status=status)
+        return json_answer({})
 
 
 def _absolute(path: object) -> str:

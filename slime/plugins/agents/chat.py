@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.plain_values import clean
 from slime.data.tokenizers import TemplateRefusal, render_chat
+from slime.plugins.http.server import BadRequest, Refused
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
-from .messages import ApiError, Message, Tool, call, fold_system, tool
+from .messages import Message, Tool, call, fold_system, tool
 from .tool_parsers import tools_in_words
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class ChatTemplate:
         marked: Message = {"role": "assistant", "content": _MARK}
         try:
             text = self._render([*messages[: known - 1], marked, *messages[known:]], tools)
-        except ApiError:
+        except Refused:
             return None
         _, found, after = text.partition(_MARK)
         if not found:
@@ -85,7 +86,7 @@ class ChatTemplate:
         messages folded into one.
 
         Raises:
-            ApiError: The template raised any error. Its input comes from clients, so it counts as
+            Refused: The template raised any error. Its input comes from clients, so it counts as
                 their mistake.
         """
         if not self.knows_tools:
@@ -100,8 +101,8 @@ class ChatTemplate:
             if folded != messages:
                 with contextlib.suppress(Exception):
                     return self._apply(folded, tools)
-            raise ApiError(
-                400, f"the model's chat template rejected these messages: {error}"
+            raise BadRequest(
+                f"the model's chat template rejected these messages: {error}"
             ) from error
 
     def _apply(self, messages: list[Message], tools: list[Tool]) -> str:
@@ -154,7 +155,7 @@ def shows_tools(renderer: Tokenizer | ProcessorMixin) -> bool:
         asked = [{"role": "user", "content": "-"}]
         _shown[key] = "tools" in template
         with contextlib.suppress(TemplateRefusal):
-            _shown[key] &= _MARK in render_chat(renderer, asked, tools=[tool(_MARK, "", {})])
+            _shown[key] &= _MARK in render_chat(renderer, asked, tools=[tool({"name": _MARK})])
     return _shown[key]
 
 

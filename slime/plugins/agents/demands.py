@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.data.plain_values import parse_json
+from slime.plugins.http.server import (
+    BadRequest,
+    json_object,
+    list_of,
+    need,
+    one_of,
+    refuse,
+    string,
+    take,
+)
 from slime.types import JsonObject, JsonValue
 
-from .messages import (
-    TEXT,
-    ApiError,
-    Tool,
-    check_fields,
-    inner_object,
-    objects,
-)
+from .messages import Tool
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -75,20 +78,17 @@ def demand_of(
         tools: The tools in the model's prompt.
 
     Raises:
-        ApiError: No answer can satisfy the demand.
+        Refused: No answer can satisfy the demand.
     """
     calls, names = wanted
     known = [entry["function"]["name"] for entry in tools]
     for name in names or ():
         if name not in known:
-            raise ApiError(
-                400,
-                f"tool_choice names {name!r}, but the request has no function tool of this name",
+            raise BadRequest(
+                f"tool_choice names {name!r}, but the request has no function tool of this name"
             )
     if calls and not known:
-        raise ApiError(
-            400, "tool_choice requires a tool call, but the request has no function tools"
-        )
+        raise BadRequest("tool_choice requires a tool call, but the request has no function tools")
     return (
         Demand(calls, names, schema) if calls or names is not None or schema is not None else None
     )
@@ -104,34 +104,24 @@ def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return True, (_name(choice),)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        inner = inner_object(choice, "allowed_tools", "tool_choice.") or choice
-        entries = inner.get("tools")
-        if inner.get("mode") not in ("auto", "required") or not isinstance(entries, list):
-            raise ApiError(
-                400,
-                "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
-            )
-        return inner["mode"] == "required", tuple(
-            map(_name, objects(inner, "tools", required=False))
-        )
-    raise ApiError(
-        400,
-        f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[
-            :200
-        ],
-    )
+        inner = take(choice, "allowed_tools", json_object, choice, "tool_choice.")
+        where = "tool_choice.allowed_tools."
+        mode = need(inner, "mode", one_of("auto", "required"), where)
+        allowed = need(inner, "tools", list_of(json_object), where)
+        return mode == "required", tuple(_name(entry) for entry in allowed)
+    raise refuse("tool_choice", "must be none, auto, required, a function or allowed_tools", choice)
 
 
-def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
+def anthropic_choice(choice: JsonObject) -> tuple[bool, tuple[str, ...] | None]:
     """Return the same as :func:`openai_choice` for ``tool_choice`` of Anthropic's Messages API."""
-    kind = (choice or {}).get("type")
-    if choice is None or kind in ("auto", "none"):
+    kind = choice.get("type")
+    if not choice or kind in ("auto", "none"):
         return False, None
     if kind == "any":
         return True, None
     if kind == "tool":
         return True, (_name(choice),)
-    raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r}"[:200])
+    raise refuse("tool_choice.type", "must be auto, any, tool or none", kind)
 
 
 def schema_of(form: JsonObject | None, where: str) -> Schema | None:
@@ -142,31 +132,26 @@ def schema_of(form: JsonObject | None, where: str) -> Schema | None:
         where: The name of the field for error messages.
 
     Raises:
-        ApiError: The type is unknown, or the schema is invalid.
+        BadRequest: The type is unknown, or the schema is invalid.
     """
-    kind = (form or {}).get("type")
-    if form is None or kind == "text":
+    if form is None or form.get("type") == "text":
         return None
+    kind = form.get("type")
     if kind == "json_object":
         return ANY_OBJECT
     if kind != "json_schema":
-        raise ApiError(
-            400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200]
-        )
-    inner = inner_object(form, "json_schema", f"{where}.") if "json_schema" in form else form
-    schema = (inner or {}).get("schema")
+        raise refuse(f"{where}.type", "must be text, json_object or json_schema", kind)
+    inner = take(form, "json_schema", json_object, form, f"{where}.")
+    schema = inner.get("schema")
     if not isinstance(schema, dict | bool):
-        raise ApiError(400, f"{where}: json_schema must have a schema, which is an object")
+        raise BadRequest(f"{where}: json_schema must have a schema, which is an object")
     _check(schema, where)
     return schema
 
 
 def _name(entry: JsonObject) -> str:
-    inner = inner_object(entry, "function", "tool_choice.") or entry
-    check_fields(inner, {"name": TEXT}, "tool_choice.")
-    if not inner.get("name"):
-        raise ApiError(400, "tool_choice must have the name of each function")
-    return str(inner["name"])
+    function = take(entry, "function", json_object, entry, "tool_choice.")
+    return need(function, "name", string(), "tool_choice.")
 
 
 def _check(schema: Schema, where: str) -> None:
@@ -176,7 +161,7 @@ def _check(schema: Schema, where: str) -> None:
         _validator(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
         reason = error.message if isinstance(error, SchemaError) else "nested too deeply"
-        raise ApiError(400, f"{where}: the JSON schema is invalid: {reason}"[:500]) from error
+        raise BadRequest(f"{where}: the JSON schema is invalid: {reason}"[:500]) from error
 
 
 def _validator(schema: Schema) -> type[Validator]:
@@ -190,7 +175,7 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     """Describe where a value violates its schema; None if it is valid.
 
     Raises:
-        ApiError: The schema cannot be used, for example because it refers to a URL, which is never
+        Refused: The schema cannot be used, for example because it refers to a URL, which is never
             fetched.
     """
     from jsonschema.exceptions import best_match
@@ -200,8 +185,8 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     try:
         error = best_match(_validator(schema)(schema, registry=Registry()).iter_errors(value))
     except (Unresolvable, RecursionError) as unusable:
-        raise ApiError(
-            400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]
+        raise BadRequest(
+            f"the JSON schema of response_format cannot be used: {unusable}"[:500]
         ) from unusable
     if error is None:
         return None

@@ -1,22 +1,27 @@
-"""What the three APIs share: checks of request fields, errors, events, and the common form of
-conversations.
+"""The common form of conversations, to which requests of the three APIs are translated, and which
+chat templates accept.
 
 Every value is checked before it is used. A mistake of a client leads to a response with status 400,
-never to an error of the run. Requests of all APIs are translated to the common form, which chat
-templates accept."""
+never to an error of the run."""
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
-
-import orjson
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 from slime.data.plain_values import parse_json
+from slime.plugins.http.server import (
+    BadRequest,
+    json_object,
+    need,
+    one_or_list,
+    refuse,
+    string,
+    take,
+)
 from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
@@ -24,140 +29,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Reply = dict[str, object]
 """A JSON object that is sent to a client or to an engine. Objects that clients send are of type
 ``JsonObject``.
 """
 _noted: set[str] = set()
-
-
-class ApiError(Exception):
-    """An error that is sent to the client in the form of its API.
-
-    Args:
-        status: HTTP status. Client libraries do not retry statuses below 500 except 408, 409 and
-            429.
-        code: Machine-readable code in OpenAI's form.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-
-
-class Kind(NamedTuple):
-    """The JSON types that a field may have."""
-
-    types: tuple[type, ...]
-    words: str
-
-
-TEXT = Kind((str,), "a string")
-FLAG = Kind((bool,), "true or false")
-OBJECT = Kind((dict,), "an object")
-LIST = Kind((list,), "a list")
-CONTENT = Kind((str, list), "a string or a list of parts")
-COMMON_FIELDS = {"stream": FLAG, "model": TEXT}
-"""The fields of all three APIs that nothing else checks."""
-
-
-def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: str = "") -> None:
-    """Raise an :class:`ApiError` for the first field whose type differs from the table. null counts
-    as absent.
-    """
-    for name, kind in table.items():
-        value = body.get(name)
-        if value is not None and not isinstance(value, kind.types):
-            raise ApiError(400, f"{where}{name} must be {kind.words}, got {_shown(value)}")
-
-
-def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
-    """Call ``read(body)``, and treat any error about the shape of the body as a mistake of the
-    client.
-
-    Raises:
-        ApiError: With status 400.
-    """
-    try:
-        return read(body)
-    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
-        logger.debug("a request could not be parsed", exc_info=True)
-        raise ApiError(
-            400, f"the request could not be parsed: {type(error).__name__}: {error}"[:500]
-        ) from error
-
-
-def to_json(content: object) -> bytes:
-    """Encode an object as JSON in UTF-8. orjson is faster, but rejects integers above 64 bits,
-    which models can write."""
-    try:
-        return orjson.dumps(content)
-    except TypeError:
-        return json.dumps(content).encode()
-
-
-def event(data: Reply, name: str | None = None) -> bytes:
-    """Encode one server-sent event."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
-
-
-def whole_number(body: JsonObject, *names: str) -> int | None:
-    """Return the first of these fields that is present. It must be a whole number above 0; ``10.0``
-    counts as 10.
-    """
-    for name in names:
-        value = body.get(name)
-        if value is not None:
-            number = int(value) if isinstance(value, float) and value.is_integer() else value
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise ApiError(400, f"{name} must be a whole number above 0, got {_shown(value)}")
-            return number
-    return None
-
-
-def strings(body: JsonObject, name: str) -> list[str]:
-    """Return a field that is a string or a list of strings as a list without empty strings."""
-    value = body.get(name) or []
-    items = [value] if isinstance(value, str) else value
-    texts = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
-    if texts is None or not isinstance(items, list) or len(texts) < len(items):
-        raise ApiError(400, f"{name} must be a string or a list of strings, got {_shown(value)}")
-    return [item for item in texts if item]
-
-
-def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | None:
-    """Return a field that is an object; None if it is absent or null.
-
-    Args:
-        where: Prefix of the field's name in error messages.
-    """
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{where}{name} must be {OBJECT.words}, got {_shown(value)}")
-    return value
-
-
-def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObject]:
-    """Return a field that must be a list of objects, with at least one if ``required``."""
-    value = body.get(name)
-    if value is None and not required:
-        return []
-    entries = (
-        [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
-    )
-    if (
-        entries is None
-        or not isinstance(value, list)
-        or len(entries) < len(value)
-        or (required and not entries)
-    ):
-        raise ApiError(
-            400, f"{name} must be a list of objects" + (", at least one" if required else "")
-        )
-    return entries
 
 
 def note(name: str, words: str) -> None:
@@ -169,8 +45,9 @@ def note(name: str, words: str) -> None:
         logger.warning("request of an agent program: %r %s (this is logged only once)", name, words)
 
 
-def _shown(value: object) -> str:
-    return repr(value)[:100]
+def stop_strings(value: object, name: str) -> list[str]:
+    """Check a string or a list of strings, of which empty ones are left out."""
+    return [stop for stop in one_or_list(string())(value, name) if stop]
 
 
 # --- the common form of conversations ---
@@ -223,6 +100,7 @@ class Tool(TypedDict):
     function: ToolFunction
 
 
+_OF_A_TOOL = "a tool's "
 RAW_ARGUMENTS = "_raw_arguments"
 """The key under which arguments that are not a JSON object are stored as text."""
 _MEDIA = {
@@ -284,22 +162,22 @@ def call(name: str, arguments: JsonValue, call_id: str = "") -> ToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool(name: JsonValue, description: JsonValue, parameters: JsonValue) -> Tool:
-    """Create a tool from the values that a client sent."""
-    fields = {"name": name, "description": description, "parameters": parameters}
-    check_fields(fields, {"name": TEXT, "description": TEXT, "parameters": OBJECT}, "a tool's ")
-    if not name:
-        raise ApiError(400, "a function tool must have a name")
-    schema = parameters if isinstance(parameters, dict) else {}
+def tool(entry: JsonObject, schema: str = "parameters") -> Tool:
+    """Create a tool from the object that a client sent.
+
+    Args:
+        schema: The field with the JSON schema of its arguments.
+    """
+    empty: JsonObject = {"type": "object", "properties": {}}
     function: ToolFunction = {
-        "name": str(name),
-        "description": str(description or ""),
-        "parameters": schema or {"type": "object", "properties": {}},
+        "name": need(entry, "name", string(), _OF_A_TOOL),
+        "description": take(entry, "description", string(), "", _OF_A_TOOL),
+        "parameters": take(entry, schema, json_object, empty, _OF_A_TOOL) or empty,
     }
     return {"type": "function", "function": function}
 
 
-def text_of(content: JsonValue) -> str:
+def text_of(content: JsonValue, name: str = "content") -> str:
     """Return the text of ``content``, which is a string, None, or a list of parts in the form of
     any of the APIs.
 
@@ -308,7 +186,7 @@ def text_of(content: JsonValue) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ApiError(400, f"content must be {CONTENT.words}, got {content!r}"[:200])
+        raise refuse(name, "must be a string or a list of parts", content)
     return "".join(map(_part_text, content))
 
 
@@ -316,7 +194,7 @@ def _part_text(part: JsonValue) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise ApiError(400, f"content parts must be objects, got {part!r}"[:200])
+        raise refuse("content parts", "must be objects", part)
     kind = part.get("type")
     source = part.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
@@ -325,7 +203,7 @@ def _part_text(part: JsonValue) -> str:
     if isinstance(text, str):
         return text
     if not isinstance(kind, str) or kind not in _MEDIA:
-        raise ApiError(400, f"content parts of type {kind!r} are not supported, only text"[:200])
+        raise BadRequest(f"content parts of type {kind!r} are not supported, only text"[:200])
     note(kind, "is replaced by a placeholder, because conversations are text only")
     return f"[{_MEDIA[kind]} omitted]"
 

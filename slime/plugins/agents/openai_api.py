@@ -6,44 +6,39 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 
+from slime.plugins.http.server import (
+    END,
+    BadRequest,
+    Refused,
+    event,
+    json_object,
+    list_of,
+    need,
+    string,
+    take,
+    truth,
+    whole,
+)
 from slime.types import JsonObject
 
 from .demands import demand_of, openai_choice, schema_of
-from .messages import (
-    COMMON_FIELDS,
-    CONTENT,
-    TEXT,
-    ApiError,
-    Ask,
-    Message,
-    Reply,
-    Tool,
-    ToolCall,
-    call,
-    check_fields,
-    event,
-    inner_object,
-    note,
-    objects,
-    strings,
-    text_of,
-    tool,
-    whole_number,
-)
+from .messages import Ask, Message, Reply, ToolCall, call, note, stop_strings, text_of, tool
 from .trajectory import Turn
 
 _MOST_CHOICES = 128
+TOKENS = whole(1, 2**31)
+OBJECTS = list_of(json_object)
+CONVERSATION = list_of(json_object, least=1)
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-def openai_error(error: ApiError) -> Reply:
+def openai_error(error: Refused) -> Reply:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(
         error.status, "invalid_request_error" if error.status < 500 else "server_error"
     )
-    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 def _arguments(entry: ToolCall) -> str:
@@ -66,30 +61,30 @@ class Chat(_OpenAi):
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, COMMON_FIELDS)
         if body.get("logprobs"):
             note("logprobs", "are not sent to the program; they are only recorded for training")
         if body.get("functions"):
-            raise ApiError(400, "functions is not supported: use tools")
-        choices = whole_number(body, "n") or 1
-        if choices > _MOST_CHOICES:
-            raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
-        if choices > 1 and body.get("stream"):
-            raise ApiError(400, "n above 1 cannot be streamed")
-        tools = _tools(
-            inner_object(entry, "function", "a tool's ") or {} for entry in _functions(body)
-        )
-        schema = schema_of(inner_object(body, "response_format"), "response_format")
+            raise BadRequest("functions is not supported: use tools")
+        choices = take(body, "n", whole(1, _MOST_CHOICES), 1)
+        stream = take(body, "stream", truth, False)
+        if choices > 1 and stream:
+            raise BadRequest("n above 1 cannot be streamed")
+        tools = [
+            tool(need(entry, "function", json_object, "a tool's ")) for entry in _functions(body)
+        ]
+        schema = schema_of(take(body, "response_format", json_object, None), "response_format")
+        most_tokens = take(body, "max_tokens", TOKENS, None)
+        options = take(body, "stream_options", json_object, {})
         return Ask(
-            messages=[_chat_message(message) for message in objects(body, "messages")],
+            messages=[_chat_message(one) for one in need(body, "messages", CONVERSATION)],
             tools=tools,
             demand=demand_of(openai_choice(body.get("tool_choice")), schema, tools),
-            max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
-            stop=strings(body, "stop"),
-            stream=bool(body.get("stream")),
+            max_tokens=take(body, "max_completion_tokens", TOKENS, most_tokens),
+            stop=take(body, "stop", stop_strings, []),
+            stream=stream,
             choices=choices,
-            model=str(body.get("model") or ""),
-            usage=bool((inner_object(body, "stream_options") or {}).get("include_usage")),
+            model=take(body, "model", string(), ""),
+            usage=take(options, "include_usage", truth, False, "stream_options."),
         )
 
     @staticmethod
@@ -137,9 +132,9 @@ class Chat(_OpenAi):
         parts.append(self._chunk({}, _finish(turn)))
         if self.ask.usage:
             parts.append(event({**self.head, "choices": [], "usage": _usage([turn])}))
-        return b"".join([*parts, b"data: [DONE]\n\n"])
+        return b"".join([*parts, END])
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: Refused) -> bytes:
         """The last event of a stream that an error ends."""
         return event(openai_error(error))
 
@@ -161,7 +156,7 @@ def _functions(body: JsonObject) -> list[JsonObject]:
     if body.get("tool_choice") == "none":
         return []
     kept = []
-    for entry in objects(body, "tools", required=False):
+    for entry in take(body, "tools", OBJECTS, []):
         if entry.get("type") in (None, "function"):
             kept.append(entry)
         else:
@@ -169,16 +164,12 @@ def _functions(body: JsonObject) -> list[JsonObject]:
     return kept
 
 
-def _tools(functions: Iterable[JsonObject]) -> list[Tool]:
-    return [tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions]
-
-
 def _chat_message(raw: JsonObject) -> Message:
     role = _ROLES.get(str(raw.get("role")), raw.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
-        raise ApiError(400, f"unknown role {role!r}")
+        raise BadRequest(f"unknown role {role!r}")
     message: Message = {"role": str(role), "content": text_of(raw.get("content"))}
-    calls = objects(raw, "tool_calls", required=False)
+    calls = take(raw, "tool_calls", OBJECTS, [])
     if calls:
         message["tool_calls"] = [_chat_call(entry) for entry in calls]
     reasoning = raw.get("reasoning_content")
@@ -190,7 +181,7 @@ def _chat_message(raw: JsonObject) -> Message:
 
 
 def _chat_call(entry: JsonObject) -> ToolCall:
-    function = inner_object(entry, "function", "a tool call's ") or {}
+    function = need(entry, "function", json_object, "a tool call's ")
     return call(str(function.get("name")), function.get("arguments"), str(entry.get("id") or ""))
 
 
@@ -237,30 +228,30 @@ class Responses(_OpenAi):
     @staticmethod
     def read(body: JsonObject) -> Ask:
         """The request in the common form."""
-        check_fields(body, {**COMMON_FIELDS, "previous_response_id": TEXT, "instructions": CONTENT})
         if body.get("background") or body.get("conversation"):
-            raise ApiError(
-                400, "background and conversation are not supported: use previous_response_id"
+            raise BadRequest(
+                "background and conversation are not supported: use previous_response_id"
             )
-        text_or_items = body.get("input")
-        question: JsonObject = {"role": "user", "content": text_or_items}
-        items = [question] if isinstance(text_or_items, str) else objects(body, "input")
-        messages = _from_items(items)
-        if body.get("instructions"):
-            messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
-        after = body.get("previous_response_id")
-        tools = _tools(_functions(body))
-        form = inner_object(inner_object(body, "text") or {}, "format", "text.")
+        if isinstance(body.get("input"), str):
+            messages: list[Message] = [{"role": "user", "content": str(body["input"])}]
+        else:
+            messages = _from_items(need(body, "input", CONVERSATION))
+        instructions = text_of(body.get("instructions"), "instructions")
+        if instructions:
+            messages.insert(0, {"role": "system", "content": instructions})
+        after = take(body, "previous_response_id", string(), "")
+        tools = [tool(entry) for entry in _functions(body)]
+        form = take(take(body, "text", json_object, {}), "format", json_object, None, "text.")
         return Ask(
             messages=messages,
             tools=tools,
             demand=demand_of(
                 openai_choice(body.get("tool_choice")), schema_of(form, "text.format"), tools
             ),
-            max_tokens=whole_number(body, "max_output_tokens"),
-            stream=bool(body.get("stream")),
-            after=str(after).removeprefix("resp_") if after else None,
-            model=str(body.get("model") or ""),
+            max_tokens=take(body, "max_output_tokens", TOKENS, None),
+            stream=take(body, "stream", truth, False),
+            after=after.removeprefix("resp_") or None,
+            model=take(body, "model", string(), ""),
             reasoning=body.get("reasoning") is not None,
         )
 
@@ -273,7 +264,7 @@ class Responses(_OpenAi):
         cached = {"cached_tokens": turn.cached_tokens}
         details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
-            **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
+            **_response(ask, turn.created, _status(turn)),
             "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
             "output": _items(turn, ask.reasoning),
             "usage": {
@@ -286,10 +277,10 @@ class Responses(_OpenAi):
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask = ask
-        self.number = 0
+        self.number = 0  # of the next event
         self.thought: list[str] = []
         self.said: list[str] = []
-        self.item = f"msg_{ask.id}"
+        self.items: list[Reply] = []  # those that are complete
 
     def begin(self) -> bytes:
         """The first event of a stream."""
@@ -302,96 +293,77 @@ class Responses(_OpenAi):
         opened = b""
         if not self.thought:
             item = {**_reasoning_item(self.ask.id, ""), "content": [], "status": "in_progress"}
-            opened = self._event("response.output_item.added", output_index=0, item=item)
+            opened = self._added(item)
         self.thought.append(new)
-        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
-        return opened + self._event("response.reasoning_text.delta", **place, delta=new)
+        return opened + self._event("response.reasoning_text.delta", **self._place("rs"), delta=new)
 
     def _thought(self) -> bytes:
-        """Return the events that complete the reasoning."""
+        """Return the events that complete the reasoning; nothing if there is none."""
+        if not self.thought or self.items:
+            return b""
         text = "".join(self.thought)
-        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
-        done = self._event("response.reasoning_text.done", **place, text=text)
-        item = _reasoning_item(self.ask.id, text)
-        return done + self._event("response.output_item.done", output_index=0, item=item)
-
-    def _place(self) -> Reply:
-        return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
+        done = self._event("response.reasoning_text.done", **self._place("rs"), text=text)
+        return done + self._completed(_reasoning_item(self.ask.id, text))
 
     def text(self, new: str) -> bytes:
         """Return events with new text; the first ones also complete the reasoning and open the
         message.
         """
-        place = self._place()
         opened = b""
         if not self.said:
-            opened = self._thought() if self.thought else b""
-            item = {
-                "id": self.item,
-                "type": "message",
-                "status": "in_progress",
-                "role": "assistant",
-                "content": [],
-            }
+            opened = self._thought() + self._added(_message_item(self.ask.id, "in_progress", []))
             opened += self._event(
-                "response.output_item.added", output_index=place["output_index"], item=item
+                "response.content_part.added", **self._place("msg"), part=_part("")
             )
-            opened += self._event("response.content_part.added", **place, part=_part(""))
         self.said.append(new)
-        return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
+        return opened + self._event(
+            "response.output_text.delta", **self._place("msg"), delta=new, logprobs=[]
+        )
 
     def end(self, turn: Turn) -> bytes:
         """Return the last events: the end of the message, the tool calls, and the complete
         answer.
         """
-        parts = [self._thought()] if self.thought and not self.said else []
-        items = _items(turn, self.ask.reasoning)
+        events = [self._thought()]
+        # The complete answer must contain the text that was streamed, also where that of the turn
+        # differs.
         if text := "".join(self.said):
-            place = self._place()
-            parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
-            parts.append(self._event("response.content_part.done", **place, part=_part(text)))
-            # The complete answer must contain the text that was streamed, also where that of the
-            # turn differs.
-            message = _message_item(turn, text)
-            parts.append(
-                self._event(
-                    "response.output_item.done", output_index=place["output_index"], item=message
-                )
-            )
-            thought = [item for item in items if item["type"] == "reasoning"]
-            items = [
-                *thought,
-                message,
-                *(item for item in items if item["type"] == "function_call"),
+            place = self._place("msg")
+            events += [
+                self._event("response.output_text.done", **place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **place, part=_part(text)),
+                self._completed(_message_item(turn.id, _status(turn), [_part(text)])),
             ]
-        for index, item in enumerate(items):
+        for item in _items(turn, reasoning=False):
             if item["type"] == "function_call":
-                place = {"item_id": item["id"], "output_index": index}
-                opened = {**item, "arguments": "", "status": "in_progress"}
-                parts.append(
-                    self._event("response.output_item.added", output_index=index, item=opened)
-                )
-                parts.append(
-                    self._event(
-                        "response.function_call_arguments.delta", **place, delta=item["arguments"]
-                    )
-                )
-                done = {"arguments": item["arguments"], "name": item["name"]}
-                parts.append(self._event("response.function_call_arguments.done", **place, **done))
-                parts.append(
-                    self._event("response.output_item.done", output_index=index, item=item)
-                )
-        response = {**self.whole(self.ask, [turn]), "output": items}
-        parts.append(
-            self._event(
-                "response.incomplete" if turn.cut else "response.completed", response=response
-            )
-        )
-        return b"".join(parts)
+                place = {"item_id": item["id"], "output_index": len(self.items)}
+                kind = "response.function_call_arguments"
+                arguments = item["arguments"]
+                events += [
+                    self._added({**item, "arguments": "", "status": "in_progress"}),
+                    self._event(f"{kind}.delta", **place, delta=arguments),
+                    self._event(f"{kind}.done", **place, arguments=arguments, name=item["name"]),
+                    self._completed(item),
+                ]
+            elif not text:
+                self.items.append(item)
+        response = {**self.whole(self.ask, [turn]), "output": self.items}
+        return b"".join([*events, self._event(f"response.{_status(turn)}", response=response)])
 
-    def failed(self, error: ApiError) -> bytes:
+    def _place(self, prefix: str) -> Reply:
+        item = f"{prefix}_{self.ask.id}"
+        return {"item_id": item, "output_index": len(self.items), "content_index": 0}
+
+    def _added(self, item: Reply) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self.items), item=item)
+
+    def _completed(self, item: Reply) -> bytes:
+        self.items.append(item)
+        return self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def failed(self, error: Refused) -> bytes:
         """The last event of a stream that an error ends."""
-        return self._event("error", code=error.code, message=error.message, param=None)
+        return self._event("error", code=error.code, message=str(error), param=None)
 
     def _event(self, kind: str, **fields: object) -> bytes:
         self.number += 1
@@ -418,15 +390,13 @@ def _part(text: str) -> Reply:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _message_item(turn: Turn, text: str) -> Reply:
-    status = "incomplete" if turn.cut else "completed"
-    return {
-        "id": f"msg_{turn.id}",
-        "type": "message",
-        "status": status,
-        "role": "assistant",
-        "content": [_part(text)],
-    }
+def _status(turn: Turn) -> str:
+    return "incomplete" if turn.cut else "completed"
+
+
+def _message_item(turn_id: str, status: str, content: list[Reply]) -> Reply:
+    item: Reply = {"id": f"msg_{turn_id}", "type": "message", "status": status}
+    return {**item, "role": "assistant", "content": content}
 
 
 def _reasoning_item(turn_id: str, text: str) -> Reply:
@@ -446,7 +416,7 @@ def _items(turn: Turn, reasoning: bool) -> list[Reply]:
     thought = turn.answer.get("reasoning_content")
     items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
     if text.strip() or not calls:
-        items.append(_message_item(turn, text))
+        items.append(_message_item(turn.id, _status(turn), [_part(text)]))
     for entry in calls:
         head = {
             "id": f"fc_{entry['id']}",
@@ -482,5 +452,5 @@ def _from_items(items: list[JsonObject]) -> list[Message]:
         elif kind == "message":
             messages.append(_chat_message(item))
         else:
-            raise ApiError(400, f"input items of type {kind!r} are not supported")
+            raise BadRequest(f"input items of type {kind!r} are not supported")
     return messages

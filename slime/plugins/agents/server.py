@@ -14,16 +14,26 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-import orjson
 from aiohttp import web
 
 from slime.data.plain_values import too_deep
 from slime.data.sample import Sample
-from slime.engines.request_guard import request_guard
+from slime.plugins.http.server import (
+    MOST_BYTES,
+    SERVING,
+    BadRequest,
+    Refused,
+    body_of,
+    errors_as_json,
+    event_stream,
+    json_answer,
+    listen,
+    request_guard,
+)
 from slime.types import JsonObject, SamplingParams
 
 from .anthropic_api import Messages
-from .messages import ApiError, Ask, guarded, note, to_json
+from .messages import Ask, note
 from .openai_api import Chat, Responses
 from .session import Place, Session
 from .trajectory import Turn
@@ -40,7 +50,6 @@ DIALECTS: dict[str, Dialect] = {
 }
 # a ping is sent after so many seconds without a token: clients and proxies close silent streams
 PING_SECONDS = 15.0
-_MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = (
     "temperature",
     "top_p",
@@ -68,7 +77,7 @@ class AgentServer:
         self.port = 0
         self.sessions: dict[str, Session] = {}
         self.app = app = web.Application(
-            middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES
+            middlewares=[errors_as_json(), request_guard(host)], client_max_size=MOST_BYTES
         )
         routes: list[web.RouteDef] = []
         for prefix in ("", "/s/{session}"):
@@ -82,19 +91,11 @@ class AgentServer:
                 )
             routes.append(web.get(f"{prefix}/v1/models", self._handler(Chat, self._models)))
         app.add_routes(routes)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            auto_decompress=False,
-        )
+        self._runner = web.AppRunner(app, **SERVING)
 
     async def start(self) -> AgentServer:
         """Listen on a free port of the host."""
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, 0).start()
-        self.port = self._runner.addresses[0][1]
+        self.port = await listen(self._runner, self.host)
         return self
 
     async def stop(self) -> None:
@@ -131,7 +132,7 @@ class AgentServer:
                 return await answer(request, dialect, session)
             # A mistake of the client, or a session that has ended: an answer in the form of its
             # API.
-            except ApiError as error:
+            except Refused as error:
                 return _refusal(dialect, error)
             except ConnectionError:  # the client has disconnected, so nobody reads this response
                 return web.Response()
@@ -141,7 +142,7 @@ class AgentServer:
                 if session is not None:
                     session.broken(error)
                 logger.exception("a request of an agent program failed")
-                return _refusal(dialect, ApiError(500, f"{type(error).__name__}: {error}"))
+                return _refusal(dialect, Refused(f"{type(error).__name__}: {error}", 500))
             finally:
                 if session is not None:
                     session.tasks.discard(task)
@@ -154,12 +155,12 @@ class AgentServer:
         return self.session_named(name)
 
     def session_named(self, name: str) -> Session:
-        """Return an open session; raise an :class:`ApiError` if there is none with this id."""
+        """Return an open session; raise an :class:`Refused` if there is none with this id."""
         session = self.sessions.get(name)
         if session is None:
-            raise ApiError(
-                401,
+            raise Refused(
                 "unknown session: it has ended, or the URL or API key is wrong",
+                401,
                 "invalid_api_key",
             )
         return session
@@ -167,7 +168,7 @@ class AgentServer:
     async def _answer(
         self, request: web.Request, dialect: Dialect, session: Session
     ) -> web.StreamResponse:
-        ask = guarded(dialect.read, await _body(request))
+        ask = dialect.read(await _body(request))
         prepared = session.prepare(ask)
         if ask.stream:
             parent, _, added = prepared
@@ -182,7 +183,9 @@ class AgentServer:
             failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
             if failed is not None:
                 raise failed
-            response = _json(dialect.whole(ask, [turn for turn in turns if isinstance(turn, Turn)]))
+            response = json_answer(
+                dialect.whole(ask, [turn for turn in turns if isinstance(turn, Turn)])
+            )
             # The response is sent here and not by aiohttp, to notice if the client does not receive
             # it: such turns are not part of the conversation and are removed from the tree.
             await response.prepare(request)
@@ -198,14 +201,14 @@ class AgentServer:
     async def _count(
         self, request: web.Request, dialect: Dialect, session: Session
     ) -> web.StreamResponse:
-        ask = guarded(dialect.read, {"max_tokens": 1, **await _body(request)})
-        return _json({"input_tokens": len(session.template.prompt(ask.messages, ask.tools))})
+        ask = dialect.read(await _body(request))
+        return json_answer({"input_tokens": len(session.template.prompt(ask.messages, ask.tools))})
 
     async def _models(
         self, request: web.Request, dialect: Dialect, session: Session
     ) -> web.StreamResponse:
         card = {"id": "slime", "object": "model", "created": 0, "owned_by": "slime"}
-        return _json({"object": "list", "data": [card]})
+        return json_answer({"object": "list", "data": [card]})
 
 
 async def agent_server(host: str) -> AgentServer:
@@ -243,9 +246,7 @@ async def _stream(
 
     task = asyncio.ensure_future(session.answer(ask, prepared, show))
     task.add_done_callback(lambda _: parts.put_nowait(None))
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
+    response = event_stream()
     sent = _Sent(encoder, ask)
     try:
         # Wait for the first part, because an error can still become a status until then.
@@ -262,7 +263,7 @@ async def _stream(
         turn = _result(task)
         last = (
             encoder.failed(turn)
-            if isinstance(turn, ApiError)
+            if isinstance(turn, Refused)
             else sent.rest(turn) + encoder.end(turn)
         )
         await response.write(last)
@@ -320,11 +321,11 @@ def _after(whole: str, sent: str) -> str:
     return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
-def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:
+def _result(task: asyncio.Task[Turn]) -> Turn | Refused:
     error = task.exception()
     if error is None:
         return task.result()
-    if isinstance(error, ApiError):
+    if isinstance(error, Refused):
         return error
     raise error
 
@@ -347,16 +348,9 @@ def _undelivered(session: Session, turns: list[Turn]) -> None:
 
 
 async def _body(request: web.Request) -> JsonObject:
-    try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise ApiError(413, f"the body is too large: {error.text}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
+    body = await body_of(request)
     if too_deep(body):
-        raise ApiError(400, "the body is nested too deeply")
+        raise BadRequest("the body is nested too deeply")
     for name in _IGNORED:
         if body.get(name) is not None:
             note(name, "is ignored: the flags of the run determine the sampling parameters")
@@ -369,14 +363,6 @@ async def _body(request: web.Request) -> JsonObject:
     return body
 
 
-def _json(
-    content: object, status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        body=to_json(content), status=status, headers=headers, content_type="application/json"
-    )
-
-
-def _refusal(dialect: Dialect, error: ApiError) -> web.Response:
+def _refusal(dialect: Dialect, error: Refused) -> web.Response:
     # OpenAI's and Anthropic's client libraries obey this header and do not send the request again.
-    return _json(dialect.error(error), error.status, {"x-should-retry": "false"})
+    return json_answer(dialect.error(error), error.status, {"x-should-retry": "false"})

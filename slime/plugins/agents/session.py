@@ -20,6 +20,7 @@ from slime.config.seeds import derive_seed
 from slime.data.reasoning import opened_by_ids
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
+from slime.plugins.http.server import Refused
 from slime.rollout.abort import retry_delay
 from slime.rollout.ends import UNFINISHED, cut_at_stop, end_text
 from slime.rollout.generate import (
@@ -36,7 +37,7 @@ from slime.types import GenerateBody, GenerateOutput, SamplingParams
 from .chat import ChatTemplate
 from .config import AgentConfig, reasoning_tags
 from .demands import UNMET
-from .messages import ApiError, Ask, Message, note
+from .messages import Ask, Message, note
 from .streaming import StreamedAnswer, read_stream
 from .tool_formats import KNOWN_MARKS, NoCalls
 from .tool_parsers import (
@@ -134,21 +135,21 @@ class Session:
     def check_open(self) -> None:
         """Raise an error for a request that arrives after the session has ended."""
         if self.aborted:
-            raise ApiError(
-                503,
+            raise Refused(
                 "the rollout was aborted, and this session will not be trained on",
+                503,
                 "session_aborted",
             )
         if not self._open:
-            raise ApiError(
-                403, "this session is closed: its program has ended or timed out", "session_closed"
+            raise Refused(
+                "this session is closed: its program has ended or timed out", 403, "session_closed"
             )
 
     def prepare(self, ask: Ask) -> Place:
         """Find the turn that a request continues, its new messages, and the token ids to append.
 
         Raises:
-            ApiError: The session is closed, the messages cannot be rendered, or there is no room
+            Refused: The session is closed, the messages cannot be rendered, or there is no room
                 for an answer.
         """
         self.check_open()
@@ -168,9 +169,9 @@ class Session:
         if ask.after is not None:
             before = self.tree.turns.get(ask.after)
             if before is None:
-                raise ApiError(
-                    404,
+                raise Refused(
                     f"this session has no response {ask.after!r}",
+                    404,
                     "previous_response_not_found",
                 )
             new = ask.messages
@@ -202,7 +203,7 @@ class Session:
         return None, ask.messages, self.template.prompt(ask.messages, ask.tools)
 
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
-        """Return the maximum number of tokens of an answer; raise an :class:`ApiError` if there is
+        """Return the maximum number of tokens of an answer; raise an :class:`Refused` if there is
         no room for one.
         """
         EVALUATION.set(self.evaluation)  # a request of the program is a task of the server's
@@ -223,7 +224,7 @@ class Session:
         self.counts["overflows"] += 1
         if parent is not None:
             parent.overflowed = True
-        raise ApiError(400, message, code)
+        raise Refused(message, 400, code)
 
     def _probe(self, parent: Turn | None, added: list[int]) -> Sample:
         """Return the conversation so far as a temporary sample, which the functions for requests to
@@ -248,7 +249,7 @@ class Session:
                 shown.
 
         Raises:
-            ApiError: The rollout was aborted, the engine rejected the request, or the answer does
+            Refused: The rollout was aborted, the engine rejected the request, or the answer does
                 not satisfy the client's demand. In the last case the turn is recorded nevertheless,
                 because the model sampled it.
         """
@@ -273,7 +274,7 @@ class Session:
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             raise
-        except ApiError:
+        except Refused:
             raise
         except Exception as error:
             self.fault = self.fault or error
@@ -309,7 +310,7 @@ class Session:
         why = ask.demand.unmet(turn.answer["content"], called)
         if why is not None:
             self.counts["unmet"] += 1
-            raise ApiError(422, why, UNMET)
+            raise Refused(why, 422, UNMET)
 
     def _opened(self, added: list[int]) -> bool:
         """Whether the prompt ends with the start tag of the reasoning, which some chat templates
@@ -440,7 +441,7 @@ class Session:
             if error.status not in (400, 413, 422):
                 raise
             code = "context_length_exceeded" if says_too_long(error) else None
-            raise ApiError(400, str(error), code) from error
+            raise Refused(str(error), 400, code) from error
 
 
 def _part(params: SamplingParams, number: int) -> SamplingParams:

@@ -18,6 +18,7 @@ from aiohttp import web
 from slime.engines.background import run
 from slime.plugins.agents.box import LocalBox
 from slime.plugins.agents.sandbox import Limits
+from slime.plugins.http.server import listen
 
 HOME = "/sandbox"
 """The folder of a sandbox, whose files are kept."""
@@ -230,13 +231,8 @@ class ThreadedServer:
 
     def start(self) -> Self:
         """Start to listen."""
-
-        async def listen() -> int:
-            await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, self._port).start()
-            return int(self._runner.addresses[0][1])
-
-        self.url = f"http://{self._host}:{run(listen())}"
+        port = run(listen(self._runner, self._host, self._port))
+        self.url = f"http://{self._host}:{port}"
         return self
 
     def stop(self) -> None:

@@ -17,23 +17,21 @@ from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, attach, lora_layers
 from slime.models.peft_files import Factors, factors_of, other_forms, read_config, read_factors
 from slime.models.shards import ModelError
-from slime.plugins.embedded.fields import (
-    LOADED,
+from slime.plugins.embedded.loading import Loaded, make_reproducible
+from slime.plugins.embedded.served import LOADED, WeightError, outcome
+from slime.plugins.embedded.tensor_wire import read_tensors
+from slime.plugins.http.server import (
     BadRequest,
-    WeightError,
     body_of,
     json_object,
     list_of,
     need,
     number,
-    outcome,
+    string,
     take,
-    text,
     truth,
     whole,
 )
-from slime.plugins.embedded.loading import Loaded, make_reproducible
-from slime.plugins.embedded.tensor_wire import read_tensors
 
 _MAX_LAYERS = 65536
 
@@ -50,7 +48,7 @@ def read_settings(config: Mapping[str, object]) -> tuple[LoraSettings, list[str]
     alpha = need(
         config, "lora_alpha", number(lambda value: value > 0, "must be above 0"), "config_dict."
     )
-    names = need(config, "target_modules", list_of(text(4096), _MAX_LAYERS), "config_dict.")
+    names = need(config, "target_modules", list_of(string(4096), _MAX_LAYERS), "config_dict.")
     if other := other_forms(config):
         raise BadRequest(f"config_dict has {', '.join(other)}, which slime does not support"[:2000])
     if not names:
@@ -138,7 +136,7 @@ def _detach(layer: LoraLinear) -> None:
 # --- routes, with SGLang's names ------------------------------------------------------------------
 
 routes = web.RouteTableDef()
-_NAME = text(4096)
+_NAME = string(4096)
 
 
 @routes.post("/load_lora_adapter")

@@ -6,26 +6,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from aiohttp import web
 
 from slime.engines.keys import NO_KEYS, ServerKeys
-from slime.engines.request_guard import request_guard
 from slime.plugins.embedded import adapters, routes_generate, routes_openai, routes_weights
-from slime.plugins.embedded.fields import (
-    LOADED,
+from slime.plugins.embedded.loading import Loaded
+from slime.plugins.embedded.protocol import API_VERSION
+from slime.plugins.embedded.served import LOADED, SERVED
+from slime.plugins.embedded.weights import TAGS
+from slime.plugins.http.server import (
+    MOST_BYTES,
     body_of,
     errors_as_json,
     json_answer,
     list_of,
     one_of,
+    request_guard,
     take,
 )
-from slime.plugins.embedded.loading import Loaded
-from slime.plugins.embedded.protocol import API_VERSION
-from slime.plugins.embedded.served import SERVED
-from slime.plugins.embedded.weights import TAGS
 
 routes = web.RouteTableDef()
 FLUSHED = "Cache flushed.\n"
@@ -140,16 +139,7 @@ async def loads(request: web.Request) -> web.Response:
 
 # --- the application, without the process around it ---
 
-MAX_BODY_BYTES = 64 * 2**20
-MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
-SERVING: dict[str, Any] = {
-    "access_log": None,
-    "shutdown_timeout": 0.2,
-    "handler_cancellation": True,
-    "keepalive_timeout": 3600.0,
-    "auto_decompress": False,
-}
-"""How aiohttp serves the application, in a process of its own and on a thread."""
+MOST_BYTES_WITH_IMAGES = 256 << 20
 
 
 def make_app(
@@ -164,9 +154,9 @@ def make_app(
             accepts.
         keys: The keys that requests must have.
     """
-    size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
+    size = MOST_BYTES if loaded.images is None else MOST_BYTES_WITH_IMAGES
     app = web.Application(
-        middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=size
+        middlewares=[errors_as_json(), request_guard(host, keys=keys)], client_max_size=size
     )
     app[LOADED] = loaded
     app[SERVED] = loaded

@@ -14,13 +14,12 @@ from typing import TypeVar, TypeVarTuple
 
 import torch
 
-from slime.plugins.embedded.fields import TooManyRequests, WeightError
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.runner import Logits, Runner
 from slime.plugins.embedded.sampling import sample_tokens, score_prompt
 from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.plugins.embedded.sequence import Sequence, aborted
-from slime.plugins.embedded.served import Listener
+from slime.plugins.embedded.served import Listener, TooManyRequests, WeightError
 from slime.plugins.embedded.weights import Memory, Weights
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.plugins.embedded.fields import BadRequest
+from slime.plugins.http.server import BadRequest
 
 if TYPE_CHECKING:
     from PIL.Image import Image

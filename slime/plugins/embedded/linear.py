@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from slime.models.cpu_kernels import CpuLinear
 from slime.models.lora import LoraLinear, LoraSettings, lora_layers
 from slime.models.peft_files import Factors
-from slime.plugins.embedded.fields import BadRequest, WeightError
+from slime.plugins.embedded.served import WeightError
+from slime.plugins.http.server import BadRequest
 
 _PACK_ROWS = 64  # the row count for which the layout is optimized; any count works
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -7,8 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.plugins.embedded import fields
-from slime.plugins.embedded.fields import BadRequest, Check, refuse
+from slime.plugins.http.server import (
+    BadRequest,
+    Check,
+    json_object,
+    list_of,
+    number,
+    one_or_list,
+    refuse,
+    string,
+    take,
+    truth,
+    whole,
+)
 
 API_VERSION = "0.5.23"
 """The version of SGLang's native HTTP interface that this engine serves."""
@@ -18,7 +29,6 @@ MAX_STOP_CHARACTERS = 4096
 MAX_SAMPLES = 1024  # the largest n of one prompt
 MAX_SCORES = 2**22  # per body: alternatives at all positions
 MAX_REQUESTS = 8192  # per body: the number of prompts times n
-MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
 _GREEDY_BELOW = 1e-6
 CONSTRAINTS = (
     "json_schema",
@@ -32,30 +42,26 @@ CONSTRAINTS = (
 """Sampling parameters of SGLang that this engine refuses."""
 _NOT_READ = ("input_embeds", "audio_data", "video_data", "custom_logit_processor", "session_params")
 _INT32 = 2**31 - 1
-_penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
+_penalty = number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
 SAMPLING_CHECKS: dict[str, Check[object]] = {
-    "max_new_tokens": fields.whole(0, _INT32),
-    "min_new_tokens": fields.whole(0, _INT32),
-    "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
-    "stop_token_ids": fields.list_of(fields.whole(0, _INT32), 4096),
-    "temperature": fields.number(
-        lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"
-    ),
-    "top_p": fields.number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
-    "top_k": fields.whole(-1, _INT32, "must be -1 (off) or at least 1"),
-    "min_p": fields.number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
+    "max_new_tokens": whole(0, _INT32),
+    "min_new_tokens": whole(0, _INT32),
+    "stop": one_or_list(string(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
+    "stop_token_ids": list_of(whole(0, _INT32), 4096),
+    "temperature": number(lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"),
+    "top_p": number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
+    "top_k": whole(-1, _INT32, "must be -1 (off) or at least 1"),
+    "min_p": number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
     "frequency_penalty": _penalty,
     "presence_penalty": _penalty,
-    "repetition_penalty": fields.number(lambda value: 0 < value <= 2, "must be in (0, 2]"),
-    "ignore_eos": fields.truth,
-    "skip_special_tokens": fields.truth,
-    "spaces_between_special_tokens": fields.truth,
-    "no_stop_trim": fields.truth,
-    "logit_bias": fields.json_object,
-    "sampling_seed": fields.whole(
-        -(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"
-    ),
-    "n": fields.whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
+    "repetition_penalty": number(lambda value: 0 < value <= 2, "must be in (0, 2]"),
+    "ignore_eos": truth,
+    "skip_special_tokens": truth,
+    "spaces_between_special_tokens": truth,
+    "no_stop_trim": truth,
+    "logit_bias": json_object,
+    "sampling_seed": whole(-(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"),
+    "n": whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
 }
 """The check for type and range of each sampling parameter."""
 
@@ -152,7 +158,7 @@ def parse_sampling_params(
         BadRequest: A name is unknown, a value has the wrong type or is out of range, or a
             constraint is not supported.
     """
-    raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
+    raw = {} if raw is None else json_object(raw, where.rstrip("."))
     present = {key: value for key, value in raw.items() if value is not None}
     for name in CONSTRAINTS:
         if present.pop(name, None):
@@ -181,7 +187,7 @@ def parse_sampling_params(
 def _logit_bias(
     given: Mapping[str, object], vocab_size: int, where: str
 ) -> tuple[tuple[int, float], ...]:
-    finite = fields.number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
+    finite = number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
     bias = []
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1
@@ -202,7 +208,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     Raises:
         BadRequest: A field is missing, unknown, or has a wrong value.
     """
-    body = fields.json_object(body, "the body")
+    body = json_object(body, "the body")
     # One prompt or several, as text or as token ids.
     text = body.get("text")
     input_ids = body.get("input_ids")
@@ -211,15 +217,13 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     for name in _NOT_READ:
         if body.get(name):
             raise BadRequest(f"{name} is not supported by this engine")
-    if text is not None and not isinstance(text, str | list):
-        raise refuse("text", "must be a string or a list of strings", text)
     raw = input_ids if text is None else text
     is_single = isinstance(raw, str) or (text is None and _is_flat(raw))
     prompts: list[object] = [raw] if is_single or not isinstance(raw, list) else raw
     if not prompts:
         raise BadRequest("the batch of prompts is empty")
     # The fields besides the prompts, and one request for each sample of each prompt.
-    stream = fields.take(body, "stream", fields.truth, False)
+    stream = take(body, "stream", truth, False)
     checks = _checks(vocab_size)
     per_prompt = ("rid", "sampling_params", *checks)
     requests: list[GenerateRequest] = []
@@ -228,7 +232,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         # Each field is one value for all prompts, or a list with one for each.
         one = {name: _pick(body, name, index, len(prompts), is_single) for name in per_prompt}
         params = parse_sampling_params(one.pop("sampling_params"), vocab_size)
-        rid = fields.take(one, "rid", fields.text(1024), "")
+        rid = take(one, "rid", string(1024), "")
         if rid and not is_single and isinstance(body["rid"], str):
             rid = f"{rid}_{index}"
         values = {
@@ -240,7 +244,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
                 "sampling_params.n)"
             )
         ids = _checked_ids(prompt, vocab_size) if text is None else []
-        prompt_text = None if text is None else _checked_text(prompt)
+        prompt_text = None if text is None else string()(prompt, "text")
         for sample in range(params.n):
             requests.append(_one_request(values, rid, ids, params, sample))
             texts.append(prompt_text)
@@ -273,14 +277,14 @@ def _checks(vocab_size: int) -> dict[str, Check[object]]:
     names.
     """
     return {
-        "return_logprob": fields.truth,
-        "logprob_start_len": fields.whole(-1, _INT32),
-        "top_logprobs_num": fields.whole(0, vocab_size),
+        "return_logprob": truth,
+        "logprob_start_len": whole(-1, _INT32),
+        "top_logprobs_num": whole(0, vocab_size),
         "token_ids_logprob": _ids(vocab_size),
-        "return_text_in_logprobs": fields.truth,
-        "return_top_p_token_ids": fields.truth,
-        "stream": fields.truth,
-        "lora_path": fields.text(4096),
+        "return_text_in_logprobs": truth,
+        "return_top_p_token_ids": truth,
+        "stream": truth,
+        "lora_path": string(4096),
         "weight_version_plan": _version_plan,
         "image_data": lambda value, name: value if isinstance(value, list) else [value],
     }
@@ -308,9 +312,7 @@ def _wrapped(seed: int) -> int:
 
 
 def _ids(vocab_size: int) -> Check[list[int]]:
-    return fields.list_of(
-        fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536
-    )
+    return list_of(whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
 
 
 def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
@@ -321,13 +323,7 @@ def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
                 return token, version
         raise refuse(where, "must be [output token, weight version]", pair)
 
-    return tuple(fields.list_of(step, 65536)(value, name))
-
-
-def _checked_text(prompt: object) -> str:
-    if not isinstance(prompt, str):
-        raise BadRequest("text must be a string or a list of strings")
-    return fields.text(MAX_TEXT)(prompt, "text")
+    return tuple(list_of(step, 65536)(value, name))
 
 
 def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:

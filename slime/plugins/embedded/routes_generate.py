@@ -11,17 +11,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
-import orjson
 from aiohttp import web
 
-from slime.plugins.embedded import attention, fields
-from slime.plugins.embedded.fields import (
-    BadRequest,
-    Refused,
-    StepFailed,
-    body_of,
-    json_answer,
-)
+from slime.plugins.embedded import attention
 from slime.plugins.embedded.protocol import (
     GenerateBody,
     GenerateRequest,
@@ -36,7 +28,19 @@ from slime.plugins.embedded.sequence import (
     StreamedText,
     build_answer,
 )
-from slime.plugins.embedded.served import SERVED, Generates, Listener, Served
+from slime.plugins.embedded.served import SERVED, Generates, Listener, Served, StepFailed
+from slime.plugins.http.server import (
+    END,
+    BadRequest,
+    Refused,
+    body_of,
+    event,
+    event_stream,
+    json_answer,
+    string,
+    take,
+    truth,
+)
 
 routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
@@ -221,19 +225,17 @@ async def send_events(
     Args:
         index: Whether to add the index of the request to each response.
     """
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
+    response = event_stream()
     await response.prepare(request)
     try:
         async for number, answer in answers:
             content = {"index": number, **answer} if index else answer
-            await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
+            await response.write(event(content))
     except Refused as error:  # status 200 was sent already, so the error is an event
         kind = "invalid_request_error" if error.status == 400 else "server_error"
         failure = {"error": {"message": str(error), "type": kind, "code": error.status}}
-        await response.write(b"data: " + orjson.dumps(failure) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
+        await response.write(event(failure))
+    await response.write(END)
     await response.write_eof()
     return response
 
@@ -242,8 +244,8 @@ async def send_events(
 async def abort_request(request: web.Request) -> web.Response:
     """Abort the requests of the body's ``rid``, or all requests with ``{"abort_all": true}``."""
     body = await body_of(request)
-    rid = fields.take(body, "rid", fields.text(1024), "")
-    everything = fields.take(body, "abort_all", fields.truth, False)
+    rid = take(body, "rid", string(1024), "")
+    everything = take(body, "abort_all", truth, False)
     if not rid and not everything:
         raise BadRequest("pass rid or abort_all: true")
     engine = request.app[SERVED].engine

@@ -4,6 +4,7 @@ clients need them.
 
 from __future__ import annotations
 
+import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 
-from slime.plugins.embedded import fields
-from slime.plugins.embedded.fields import BadRequest, body_of, json_answer
 from slime.plugins.embedded.protocol import (
     CONSTRAINTS,
     SAMPLING_CHECKS,
@@ -31,30 +30,36 @@ from slime.plugins.embedded.routes_generate import (
 )  # fmt: skip
 from slime.plugins.embedded.sequence import Answer
 from slime.plugins.embedded.served import SERVED, Served
+from slime.plugins.http.server import (
+    BadRequest,
+    body_of,
+    json_answer,
+    json_object,
+    list_of,
+    need,
+    string,
+    take,
+    truth,
+    whole,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["chat.completion", "text_completion"]
 routes = web.RouteTableDef()
-_NOT_IN_OPENAI = {
-    "max_new_tokens",
-    "min_new_tokens",
-    "sampling_seed",
-    "spaces_between_special_tokens",
-}
-_SAMPLING = SAMPLING_CHECKS.keys() - _NOT_IN_OPENAI
+_OTHER_NAMES = {"max_new_tokens", "min_new_tokens", "sampling_seed"}
+_SAMPLING = SAMPLING_CHECKS.keys() - _OTHER_NAMES
 _NOT_SUPPORTED = (*CONSTRAINTS, "echo", "suffix")
-_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     loaded = request.app[SERVED]
     body = await body_of(request)
-    messages = fields.need(body, "messages", _messages)
-    tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096), None)
-    variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
+    messages = need(body, "messages", list_of(_message, least=1))
+    tools = take(body, "tools", list_of(json_object), None)
+    variables = take(body, "chat_template_kwargs", json_object, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
     # Before rendering, so that a wrong parameter is refused early.
@@ -65,54 +70,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _complete(request, loaded, body, {**native, "input_ids": ids}, "chat.completion")
 
 
-_NOT_FOR_TEMPLATES = {
-    "messages",
-    "tools",
-    "conversation",
-    "chat_template",
-    "tokenize",
-    "padding",
-    "truncation",
-}
-_NOT_FOR_TEMPLATES |= {
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-}
-_NOT_FOR_TEMPLATES |= {"tokenizer_kwargs"}
-
-
-def _messages(value: object, name: str) -> list[dict[str, object]]:
-    if not isinstance(value, list) or not value:
-        raise BadRequest("messages must be a list with at least one message")
-    messages = fields.list_of(fields.json_object, 65536)(value, name)
-    for index, message in enumerate(messages):
-        if message.get("role") is None:
-            raise BadRequest(f"messages[{index}].role is missing")
-        fields.text(64)(message["role"], f"messages[{index}].role")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise fields.refuse(
-                f"messages[{index}].content", "must be a string or a list of parts", content
-            )
-    return messages
-
-
-def _template_variables(value: object, name: str) -> dict[str, object]:
-    """Check the variables for the model's chat template, such as ``enable_thinking``.
-
-    A request must not contain a template, because a template is a program, nor options for
-    tokenization.
-    """
-    variables = fields.json_object(value, name)
-    for key in variables:
-        if key in _NOT_FOR_TEMPLATES:
-            raise BadRequest(
-                f"{name}.{key} is not allowed in a request, only variables of the model's chat "
-                "template"
-            )
-    return variables
+def _message(value: object, name: str) -> dict[str, object]:
+    message = json_object(value, name)
+    need(message, "role", string(64), f"{name}.")
+    return message
 
 
 def _render(
@@ -124,13 +85,20 @@ def _render(
     """Return the text of the prompt.
 
     Raises:
-        BadRequest: The template cannot render these messages.
+        BadRequest: The template cannot render these messages, or a variable has the name of an
+            option of the tokenizer, such as another template, which is a program.
     """
-    options = {"add_generation_prompt": True, **variables}
     # messages and variables of a client have any type
     render: Callable[..., object] = tokenizer.apply_chat_template
+    if options := inspect.signature(render).parameters.keys() & variables.keys():
+        raise BadRequest(
+            f"chat_template_kwargs: {', '.join(options)} is not allowed in a request, only "
+            "variables of the model's chat template"
+        )
     try:
-        return str(render(messages, tools=tools, tokenize=False, **options))
+        return str(
+            render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+        )
     except Exception as error:  # a template may raise any exception for the input of a client
         raise BadRequest(f"the model's chat template rejected these messages: {error}") from error
 
@@ -149,7 +117,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _complete(request, loaded, body, native, "text_completion")
 
 
-_COUNT = fields.whole(0, 2**31 - 1)
+_COUNT = whole(0, 2**31 - 1)
 
 
 def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -> dict[str, object]:
@@ -162,7 +130,7 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
         BadRequest: A value is wrong, or the body asks for something that would be left out.
     """
     # A wish that would silently be left out is refused.
-    wanted_form = fields.take(body, "response_format", fields.json_object, {})
+    wanted_form = take(body, "response_format", json_object, {})
     left_out = [name for name in _NOT_SUPPORTED if body.get(name)]
     if wanted_form.get("type", "text") != "text":
         left_out.append("response_format")
@@ -172,24 +140,20 @@ def native_body(body: Mapping[str, object], vocab_size: int, most_tokens: int) -
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     # for errors with the names that the client used
     parse_sampling_params(sampling, vocab_size, where="")
-    limits = [
-        fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")
-    ]
-    sampling["max_new_tokens"] = next((limit for limit in limits if limit), most_tokens)
-    sampling["min_new_tokens"] = fields.take(body, "min_tokens", _COUNT, 0)
-    sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
+    limit = take(body, "max_completion_tokens", _COUNT, 0) or take(body, "max_tokens", _COUNT, 0)
+    sampling["max_new_tokens"] = limit or most_tokens
+    sampling["min_new_tokens"] = take(body, "min_tokens", _COUNT, 0)
+    sampling["sampling_seed"] = take(body, "seed", whole(-(2**63), 2**63 - 1), None)
     # logprobs is a switch in chats and a number of alternatives in completions.
     wanted = body.get("logprobs")
-    most = fields.whole(0, vocab_size)
-    if wanted is not None and type(wanted) is not bool:
-        most(wanted, "logprobs")
-    count = wanted if type(wanted) is int else 0
+    most = whole(0, vocab_size)
+    count = 0 if isinstance(wanted, bool) else take(body, "logprobs", most, 0)
     return {
         "sampling_params": sampling,
         "return_logprob": bool(wanted),
-        "top_logprobs_num": fields.take(body, "top_logprobs", most, 0) or count,
+        "top_logprobs_num": take(body, "top_logprobs", most, 0) or count,
         "return_text_in_logprobs": True,
-        "stream": fields.take(body, "stream", fields.truth, False),
+        "stream": take(body, "stream", truth, False),
         "lora_path": body.get("lora_path"),
     }
 
@@ -201,13 +165,13 @@ async def _complete(
     native: Mapping[str, object],
     kind: Kind,
 ) -> web.StreamResponse:
-    model = fields.take(body, "model", fields.text(4096), "") or loaded.model_path
+    model = take(body, "model", string(4096), "") or loaded.model_path
     parsed = parse_generate(native, loaded.vocab_size)
     await prepare(loaded, parsed)
     head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
     if parsed.stream:
-        options = fields.take(body, "stream_options", fields.json_object, {})
-        with_usage = fields.take(options, "include_usage", fields.truth, False)
+        options = take(body, "stream_options", json_object, {})
+        with_usage = take(options, "include_usage", truth, False)
         return await send_events(
             request, _deltas(loaded, parsed, head, kind, with_usage), index=False
         )
@@ -217,17 +181,17 @@ async def _complete(
     return json_answer({**head, "object": kind, "choices": choices, "usage": usage})
 
 
-def _choice(index: int, answer: Answer, kind: Kind) -> dict[str, object]:
-    meta = answer["meta_info"]
-    finish = meta["finish_reason"]
+def _choice(index: int, answer: Answer, kind: Kind, message: str = "message") -> dict[str, object]:
+    """Return an entry of ``choices``. The ``message`` of a part of an answer is a ``delta``."""
+    finish = answer["meta_info"]["finish_reason"]
     choice: dict[str, object] = {
         "index": index,
-        "finish_reason": _REASONS[finish["type"]],
-        "matched_stop": finish.get("matched"),
+        "finish_reason": None if finish is None else finish["type"],
+        "matched_stop": None if finish is None else finish.get("matched"),
         "logprobs": _logprobs(answer, kind),
     }
     if kind == "chat.completion":
-        return {**choice, "message": {"role": "assistant", "content": answer["text"]}}
+        return {**choice, message: {"role": "assistant", "content": answer["text"]}}
     return {**choice, "text": answer["text"]}
 
 
@@ -268,34 +232,14 @@ async def _deltas(
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
     """Yield the index of a request and a chunk with its new text, in OpenAI's format, and at the
     end the token counts if ``with_usage`` is set."""
-    chat = kind == "chat.completion"
-    head = {**head, "object": f"{kind}.chunk" if chat else kind}
-    ends: dict[int, Answer] = {}
+    head = {**head, "object": "chat.completion.chunk" if kind == "chat.completion" else kind}
+    last: dict[int, Answer] = {}
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
-        new = answer["text"]
-        finish = answer["meta_info"]["finish_reason"]
-        piece: dict[str, object] = (
-            {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
-        )
-        reason = None if finish is None else _REASONS[finish["type"]]
-        if finish is not None:
-            ends[index] = answer
-        choice = {
-            "index": index,
-            "finish_reason": reason,
-            "logprobs": _logprobs(answer, kind),
-            **piece,
-        }
-        yield index, {**head, "choices": [choice]}
+        last[index] = answer
+        yield index, {**head, "choices": [_choice(index, answer, kind, "delta")]}
     if with_usage:
-        yield (
-            0,
-            {
-                **head,
-                "choices": [],
-                "usage": _usage([ends[i] for i in sorted(ends)], parsed.requests[0].params.n),
-            },
-        )
+        usage = _usage([last[i] for i in sorted(last)], parsed.requests[0].params.n)
+        yield 0, {**head, "choices": [], "usage": usage}
 
 
 @routes.get("/v1/models")

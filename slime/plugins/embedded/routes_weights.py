@@ -16,22 +16,7 @@ from torch.distributed import ProcessGroup
 
 from slime.config.hooks import load_function
 from slime.plugins.embedded import adapters
-from slime.plugins.embedded.fields import (
-    LOADED,
-    BadRequest,
-    WeightError,
-    body_of,
-    json_answer,
-    json_object,
-    need,
-    one_of,
-    outcome,
-    refuse,
-    take,
-    text,
-    truth,
-    whole,
-)
+from slime.plugins.embedded.served import LOADED, WeightError, outcome
 from slime.plugins.embedded.tensor_wire import (
     GROUP_TIMEOUT,
     announced,
@@ -39,12 +24,25 @@ from slime.plugins.embedded.tensor_wire import (
     read_tensors,
     receive,
 )
+from slime.plugins.http.server import (
+    BadRequest,
+    body_of,
+    json_answer,
+    json_object,
+    need,
+    one_of,
+    refuse,
+    string,
+    take,
+    truth,
+    whole,
+)
 from slime.registry import find, parts
 
 routes = web.RouteTableDef()
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
 MAX_GROUPS = 4
-_NAME = text(4096)  # the name of a tensor, group or version
+_NAME = string(4096)  # the name of a tensor, group or version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
 """Threads that join groups. Joining waits for all members of the group, so it must delay nothing
 else.
@@ -92,7 +90,7 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     body = await body_of(request)
     loader = body.get("load_format")
     published = (
-        need(body, "loader_request", text(65536))
+        need(body, "loader_request", string(65536))
         if loader and loader in _weight_loaders()
         else None
     )
@@ -146,7 +144,7 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     # All fields are checked before the name is reserved.
     world_size = need(body, "world_size", whole(1, 2**20))
     arguments = (
-        need(body, "master_address", text(253)),
+        need(body, "master_address", string(253)),
         need(body, "master_port", whole(1, 65535)),
         need(body, "rank_offset", whole(0, world_size - 1)),
         world_size,
@@ -216,7 +214,7 @@ async def destroy_weights_update_group(request: web.Request) -> web.Response:
 
 
 def _path(value: object, name: str) -> str:
-    path = text(4096)(value, name)
+    path = string(4096)(value, name)
     if "\0" in path:
         raise refuse(name, "must be the path of a folder", path)
     return os.path.expanduser(path)

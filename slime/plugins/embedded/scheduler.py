@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.kv_cache import Move, SlotTable
 from slime.plugins.embedded.sequence import FinishReason, Sequence, VersionEvent, aborted
+from slime.plugins.http.server import BadRequest
 
 MatchStop = Callable[[Sequence], str | None]
 """Returns the stop string that the end of a sequence's output contains, or None."""

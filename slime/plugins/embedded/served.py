@@ -1,4 +1,6 @@
-"""What the routes for generation ask of an engine, so that they can serve another one too."""
+"""What the routes for generation ask of an engine, so that they can serve another one too; and its
+answers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 from aiohttp import web
 
 from slime.plugins.embedded.sequence import Detokenizer, FinishReason, Sequence
+from slime.plugins.http.server import Refused, json_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slime.plugins.embedded.images import ImageReader
+    from slime.plugins.embedded.loading import Loaded
     from slime.plugins.embedded.protocol import GenerateRequest
 
 T = TypeVar("T")
@@ -83,3 +87,25 @@ class Served(Protocol):
 
 SERVED: web.AppKey[Served] = web.AppKey("served")
 """The engine of an application."""
+LOADED: web.AppKey[Loaded] = web.AppKey("loaded")
+
+
+class WeightError(Refused, ValueError):
+    """An update does not fit this model. The message names the tensor."""
+
+
+class TooManyRequests(Refused, RuntimeError):
+    """The queue is full. A retry, later or on another engine, may succeed."""
+
+    status = 503
+
+
+class StepFailed(Refused, RuntimeError):
+    """The computation of a sequence raised an exception, which the engine has logged."""
+
+    status = 500
+
+
+def outcome(success: bool, message: str, **more: object) -> web.Response:
+    """Return the response to a control call, in SGLang's format."""
+    return json_answer({"success": success, "message": message, **more}, 200 if success else 400)

@@ -31,6 +31,7 @@ from slime.engines.process import (
     without_proxy,
 )
 from slime.models.cpu_memory import large_imports, set_compute_variables
+from slime.plugins.http.server import SERVING
 
 
 def start(
@@ -143,7 +144,7 @@ class EngineThread:
         with ONE_AT_A_TIME, large_imports():
             import torch
 
-            from slime.plugins.embedded.app import SERVING, make_app
+            from slime.plugins.embedded.app import make_app
             from slime.plugins.embedded.loading import EngineOptions, load_engine
 
             if settings.threads:
@@ -281,7 +282,7 @@ def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> Non
         import torch
         from aiohttp import web
 
-        from slime.plugins.embedded.app import SERVING, make_app
+        from slime.plugins.embedded.app import make_app
         from slime.plugins.embedded.loading import EngineOptions, load_engine
 
     if options.threads:

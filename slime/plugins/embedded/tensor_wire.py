@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from slime.engines import local
 from slime.engines.payload import HANDLES, Entry
-from slime.plugins.embedded.fields import (
+from slime.plugins.http.server import (  # fmt: skip
     BadRequest,
     Check,
     json_object,
@@ -34,18 +34,18 @@ from slime.plugins.embedded.fields import (
     need,
     one_of,
     refuse,
+    string,
     take,
-    text,
     truth,
     whole,
-)  # fmt: skip
+)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+\Z")
 _HEADER_BYTES = 64  # the size of torch's header before the data in a shared memory file
 MAX_TENSORS = 2**20  # per request
 _SIZE = whole(0, 2**48)  # bytes; larger than any buffer
-_NAME = text(4096)
+_NAME = string(4096)
 _SHAPE = list_of(whole(0, 2**48), 16)
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value

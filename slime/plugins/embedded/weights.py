@@ -20,7 +20,7 @@ from slime.models.lora import lora_layers
 from slime.models.peft_files import factor_names
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
-from slime.plugins.embedded.fields import WeightError
+from slime.plugins.embedded.served import WeightError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,6 @@ what the API has and this server does not is answered with 404 and a sentence.""
 from __future__ import annotations
 
 import base64
-import math
 import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,27 +12,39 @@ from typing import Any
 from aiohttp import web
 
 from slime.config.rollout import served_context
+from slime.plugins.http.server import (
+    MISTAKES,
+    MOST_BYTES,
+    BadRequest,
+    body_of,
+    errors_as_json,
+    json_answer,
+    json_object,
+    need,
+    number,
+    request_guard,
+    take,
+    whole,
+)
 from slime.plugins.serve import runs
 from slime.plugins.serve.adapters import facts_of
 from slime.plugins.serve.limits import OverLimit
 from slime.plugins.serve.log import Record
-from slime.plugins.serve.messages import Refused, read_batch, sampling_body
+from slime.plugins.serve.messages import read_batch, sampling_body
 from slime.plugins.serve.runs import (
     PREFIX,
     SECRET,
     STATE_KEY,
     TENANT,
     base_name,
-    body_of,
-    errors,
-    failure,
-    guard,
-    json_answer,
+    tenants,
 )
-from slime.plugins.serve.state import Model, State
+from slime.plugins.serve.state import Model, State, Unknown
 from slime.plugins.serve.trainer import STATE, checked_name
 
-MOST_BYTES = 64 << 20
+MOST = 2**53
+COUNT = whole(0, MOST)
+SIZE = number(lambda value: value >= 0, "must be finite and not negative")
 POLL_SECONDS = 25.0
 SILENT_SECONDS = 900
 """After so long without a heartbeat, a model makes room for a new one of its tenant."""
@@ -47,7 +58,12 @@ def make_app(state: State, keys: dict[str, str], secret: bytes) -> web.Applicati
         keys: The key of each tenant, by the tenant's name.
         secret: Signs the addresses of files.
     """
-    app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(keys), errors])
+    middlewares = [
+        errors_as_json(lambda message: {"detail": message, "error": message}, MISTAKES),
+        request_guard(only_json=False),  # a web page cannot send the key of a tenant
+        tenants(keys),
+    ]
+    app = web.Application(client_max_size=MOST_BYTES, middlewares=middlewares)
     app[STATE_KEY] = state
     app[SECRET] = secret
     app.add_routes([*routes, *runs.routes])
@@ -56,9 +72,7 @@ def make_app(state: State, keys: dict[str, str], secret: bytes) -> web.Applicati
 
 
 async def _not_served(request: web.Request) -> web.Response:
-    return failure(
-        404, f"{request.method} {request.path} is not served; docs/en/serve.md lists what is"
-    )
+    raise Unknown(f"{request.method} {request.path} is not served; docs/en/serve.md lists what is")
 
 
 Serve = Callable[[State, str, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -122,7 +136,7 @@ def _check_base(state: State, name: object) -> None:
     path = Path(base_name(state))
     known = {str(path), str(path.absolute()), path.name}
     if name not in known:
-        raise Refused(f"this server has the base model {path}, not {name}")
+        raise BadRequest(f"this server has the base model {path}, not {name}")
 
 
 @_post("/create_session")
@@ -159,7 +173,7 @@ def _future(state: State, record: Record, tokens: int = 0) -> dict[str, Any]:
 def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
     """Return what the first command of a model has in any case."""
     session = state.session_of(body["session_id"], tenant)["id"]
-    place = _whole(body, "model_seq_id", 0)
+    place = need(body, "model_seq_id", COUNT)
     model = f"{session}:train:{place}"
     mine = [one for one in state.models.values() if one.tenant == tenant]
     most = state.limits_of(tenant).models
@@ -171,9 +185,9 @@ def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
                 f"a client was silent for {SILENT_SECONDS} seconds"
             )
         _unload(state, silent[0])
-    optimizer = body.get("optimizer_config") or {}
+    optimizer = take(body, "optimizer_config", json_object, {})
     if optimizer.get("type", "adamw") != "adamw":
-        raise Refused(f"the optimizer {optimizer['type']} is not served, only adamw")
+        raise BadRequest(f"the optimizer {optimizer['type']} is not served, only adamw")
     common = {"tenant": tenant, "model": model, "number": 0, "place": place}
     return {"id": f"{model}:0", **common, "metadata": body.get("user_metadata")}
 
@@ -182,12 +196,12 @@ def _new_model(state: State, tenant: str, body: dict[str, Any]) -> Record:
 async def create_model(state: State, tenant: str, body: dict[str, Any]) -> Any:
     _check_base(state, body["base_model"])
     # slime's extension of the API: a model of rank 0, or without an adapter, has all weights
-    lora = body.get("lora_config") or {"rank": 0}
-    rank = _whole(lora, "rank", 0, 512)
+    lora = take(body, "lora_config", json_object, {"rank": 0})
+    rank = need(lora, "rank", whole(0, 512), "lora_config.")
     if not lora.get("train_mlp", True) or not lora.get("train_attn", True):
-        raise Refused("adapters have all linear layers: train_mlp and train_attn must be True")
+        raise BadRequest("adapters have all linear layers: train_mlp and train_attn must be True")
     record = _new_model(state, tenant, body)
-    seed = None if lora.get("seed") is None else _whole(lora, "seed", -(2**63))
+    seed = take(lora, "seed", whole(-(2**63), MOST), None, "lora_config.")
     return _future(state, {"do": "create_model", **record, "rank": rank, "seed": seed})
 
 
@@ -195,7 +209,7 @@ async def create_model(state: State, tenant: str, body: dict[str, Any]) -> Any:
 async def load_weights(state: State, tenant: str, body: dict[str, Any]) -> Any:
     folder = state.weights_of(body["path"], tenant)
     if not (folder / STATE).is_file():
-        raise Refused(f"{body['path']} has no training state: load what save_state wrote")
+        raise BadRequest(f"{body['path']} has no training state: load what save_state wrote")
     if body.get("model_id"):
         record = _command(state, tenant, body)
     else:
@@ -208,21 +222,14 @@ async def load_weights(state: State, tenant: str, body: dict[str, Any]) -> Any:
 
 def _command(state: State, tenant: str, body: dict[str, Any]) -> Record:
     """Return what every command of a model has in any case."""
-    number = _whole(body, "seq_id", 1)
+    number = need(body, "seq_id", whole(1, MOST))
     name = str(body["model_id"])
     known = state.commands.get(f"{name}:{number}")
     if known is None or known["tenant"] != tenant:
         model = state.model_of(name, tenant)
         if number < model.next:
-            raise Refused(f"the model {name} is past the request {number}")
+            raise BadRequest(f"the model {name} is past the request {number}")
     return {"id": f"{name}:{number}", "tenant": tenant, "model": name, "number": number}
-
-
-def _whole(body: dict[str, Any], name: str, low: int, high: int = 2**53) -> int:
-    value = body[name]
-    if type(value) is not int or not low <= value <= high:
-        raise Refused(f"{name} must be a whole number from {low} to {high}, not {value!r:.60}")
-    return value
 
 
 @routes.post(PREFIX + "/forward_backward")
@@ -238,16 +245,13 @@ async def forward_backward(request: web.Request) -> web.Response:
 
 @_post("/optim_step")
 async def optim_step(state: State, tenant: str, body: dict[str, Any]) -> Any:
-    given = body.get("adam_params")
-    if given is None:
-        raise Refused("optim_step takes adam_params; other optimizers are not served")
-    adam = {"lr": float(given["learning_rate"])}
+    given = need(body, "adam_params", json_object)
+    adam = {"lr": need(given, "learning_rate", SIZE, "adam_params.")}
     for name, theirs in (("beta1", "beta1"), ("beta2", "beta2"), ("eps", "eps"),
                          ("weight_decay", "weight_decay"), ("clip_grad", "grad_clip_norm")):  # fmt: skip
-        if given.get(theirs) is not None:
-            adam[name] = float(given[theirs])
-    if not all(math.isfinite(x) and x >= 0 for x in adam.values()):
-        raise Refused("adam_params must be finite and not negative")
+        value = take(given, theirs, SIZE, None, "adam_params.")
+        if value is not None:
+            adam[name] = value
     return _future(state, {"do": "optim_step", **_command(state, tenant, body), "adam": adam})
 
 
@@ -260,10 +264,10 @@ async def save_weights(state: State, tenant: str, body: dict[str, Any]) -> Any:
 async def save_weights_for_sampler(state: State, tenant: str, body: dict[str, Any]) -> Any:
     record = _saving(state, tenant, body, "save_weights_for_sampler")
     if body.get("kind", "snapshot") != "snapshot":
-        raise Refused("inflight samplers are not served, only snapshots")
+        raise BadRequest("inflight samplers are not served, only snapshots")
     if record["name"] is None:
         session = str(record["model"]).partition(":")[0]
-        place = _whole(body, "sampling_session_seq_id", 0)
+        place = need(body, "sampling_session_seq_id", COUNT)
         record |= {"sampler": f"{session}:sample:{place}", "place": place}
     return _future(state, record)
 
@@ -271,12 +275,12 @@ async def save_weights_for_sampler(state: State, tenant: str, body: dict[str, An
 @_post("/save_weights_external")
 async def save_weights_external(state: State, tenant: str, body: dict[str, Any]) -> Any:
     if body.get("age_encryption_recipients"):
-        raise Refused("encrypted exports are not served: leave out the recipients")
+        raise BadRequest("encrypted exports are not served: leave out the recipients")
     return _future(state, _saving(state, tenant, body, "save_weights_external"))
 
 
 def _saving(state: State, tenant: str, body: dict[str, Any], do: str) -> Record:
-    seconds = None if body.get("ttl_seconds") is None else _whole(body, "ttl_seconds", 1)
+    seconds = take(body, "ttl_seconds", whole(1, MOST), None)
     record = {"do": do, **_command(state, tenant, body), "name": checked_name(body.get("path"))}
     return {**record, "overwrite": bool(body.get("overwrite")), "seconds": seconds}
 
@@ -312,7 +316,7 @@ async def get_info(state: State, tenant: str, body: dict[str, Any]) -> Any:
 @_post("/create_sampling_session")
 async def create_sampling_session(state: State, tenant: str, body: dict[str, Any]) -> Any:
     session = state.session_of(body["session_id"], tenant)["id"]
-    place = _whole(body, "sampling_session_seq_id", 0)
+    place = need(body, "sampling_session_seq_id", COUNT)
     path = body.get("model_path")
     teacher = None
     if path is None and body.get("base_model") in state.teachers:
@@ -320,7 +324,7 @@ async def create_sampling_session(state: State, tenant: str, body: dict[str, Any
     elif path is None:
         _check_base(state, body.get("base_model"))
     elif not state.trainer.can_be_sampled(state.weights_of(path, tenant)):
-        raise Refused(f"{path} cannot be sampled: use what save_weights_for_sampler wrote")
+        raise BadRequest(f"{path} cannot be sampled: use what save_weights_for_sampler wrote")
     name = f"{session}:sample:{place}"
     record = {"do": "create_sampler", "id": name, "tenant": tenant, "path": path, "place": place}
     record["teacher"] = teacher
@@ -337,14 +341,14 @@ async def join_sampling_session(state: State, tenant: str, body: dict[str, Any])
 @_post("/asample")
 async def asample(state: State, tenant: str, body: dict[str, Any]) -> Any:
     sampler = state.sampler_of(body.get("sampling_session_id"), tenant)
-    number = _whole(body, "seq_id", 0)
+    number = need(body, "seq_id", COUNT)
     asked = sampling_body(body, None, 0)  # refuses it here, before it is a command
     params = asked["sampling_params"]
     tokens = len(asked["input_ids"]) + params["n"] * int(params.get("max_new_tokens", 0))
     name = f"{sampler.id}:{number}"
     record = {"do": "sample", "id": name, "tenant": tenant, "sampler_id": sampler.id}
     command = state.submit({**record, "request": body}, tokens)
-    names = [f"{name}:{i}" for i in range(body.get("num_samples", 1))]
+    names = [f"{name}:{i}" for i in range(params["n"])]
     return {"request_id": command, "sample_sequence_ids": names}
 
 

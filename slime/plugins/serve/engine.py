@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.engines import http
-from slime.plugins.serve.messages import Refused
+from slime.plugins.http.server import BadRequest
 from slime.plugins.serve.trainer import OWNER, Trainer
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class EngineWeights:
             teacher: The name of a model on another server, in place of both.
 
         Raises:
-            Refused: There is no such teacher or checkpoint.
+            BadRequest: There is no such teacher or checkpoint.
         """
         if teacher is not None:
             if teacher not in self.teachers:
-                raise Refused(f"{teacher} is no longer a teacher of this server")
+                raise BadRequest(f"{teacher} is no longer a teacher of this server")
             yield self.teachers[teacher], None
             return
         key = BASE
@@ -110,6 +110,6 @@ class EngineWeights:
             return
         idle = [key for key in self._adapters if not self._users[key]]
         if not idle:
-            raise Refused(f"{MOST_LOADED} adapters are being sampled: wait for one of them")
+            raise BadRequest(f"{MOST_LOADED} adapters are being sampled: wait for one of them")
         name = self._adapters.pop(idle[0])
         await http.request("POST", f"{self.url}/unload_lora_adapter", {"lora_name": name}, 60.0)

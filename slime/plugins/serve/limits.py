@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from slime.cli.command import CommandError
+from slime.plugins.http.server import Refused
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Limits:
         return cls(**{"models": models, **given})  # type: ignore[arg-type]  # checked above
 
 
-class OverLimit(Exception):
+class OverLimit(Refused):
     """A tenant has used what it may.
 
     Args:
@@ -56,8 +57,10 @@ class OverLimit(Exception):
     """
 
     def __init__(self, message: str, seconds: int | None = None) -> None:
-        super().__init__(message)
+        # the client waits after 429, and gives up after 403
+        super().__init__(message, 403 if seconds is None else 429)
         self.seconds = seconds
+        self.headers = None if seconds is None else {"Retry-After": str(seconds)}
 
 
 class Meter:

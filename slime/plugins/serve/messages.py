@@ -16,12 +16,13 @@ import numpy as np
 
 from slime.algorithms.token_losses import TOKEN_LOSSES
 from slime.data.datum import Datum
+from slime.plugins.http.server import BadRequest, json_object, list_of, take, whole
 
 Value = int | bytes
 """A number, or the bytes of a string, a message, or a number of fixed size."""
 
 
-class Malformed(ValueError):
+class Malformed(BadRequest):
     """Bytes that are no message."""
 
 
@@ -91,7 +92,7 @@ def text(value: Value | None) -> str:
         raise Malformed("a text is not UTF-8") from error
 
 
-def whole(value: Value | None) -> int:
+def integer(value: Value | None) -> int:
     """Return the number of a field, which may be negative; no value is 0."""
     if value is None:
         return 0
@@ -139,10 +140,6 @@ _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 MOST_TOKENS = 1 << 20
 
 
-class Refused(ValueError):
-    """A request that is wrong, or that this server does not serve. The message is for the user."""
-
-
 @dataclass(frozen=True)
 class Batch:
     """A request to compute a loss.
@@ -163,7 +160,7 @@ def read_batch(body: bytes) -> Batch:
     """Read a ``ForwardBackwardRequest``.
 
     Raises:
-        Refused: A field has a wrong value, or the server does not compute what it asks for.
+        BadRequest: A field has a wrong value, or the server does not compute what it asks for.
         Malformed: The body is no message.
     """
     fields = parse(body)
@@ -174,21 +171,23 @@ def read_batch(body: bytes) -> Batch:
         name = text(last(pair, 1))
         value = message(last(pair, 2))
         if 1 not in value:
-            raise Refused(f"loss_fn_config {name!r} is a text, but this server takes only numbers")
+            raise BadRequest(
+                f"loss_fn_config {name!r} is a text, but this server takes only numbers"
+            )
         options[name] = double(last(value, 1))
     loss = text(last(fields, 4))
     if loss not in TOKEN_LOSSES:
-        raise Refused(
+        raise BadRequest(
             f"the loss {loss!r} is not served; these are: {', '.join(TOKEN_LOSSES)}, and functions "
             "of log-probs (forward_backward_custom)"
         )
     if wrong := sorted(options.keys() - TOKEN_LOSSES[loss][1].keys()):
-        raise Refused(f"the loss {loss} has no {', '.join(wrong)} in loss_fn_config")
+        raise BadRequest(f"the loss {loss} has no {', '.join(wrong)} in loss_fn_config")
     data = [_datum(message(value), place, loss) for place, value in enumerate(fields.get(3, []))]
     if not data:
-        raise Refused("there are no data")
-    learns = not whole(last(fields, 6))
-    return Batch(text(last(fields, 1)), whole(last(fields, 2)), loss, options, data, learns)
+        raise BadRequest("there are no data")
+    learns = not integer(last(fields, 6))
+    return Batch(text(last(fields, 1)), integer(last(fields, 2)), loss, options, data, learns)
 
 
 def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
@@ -201,7 +200,7 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
     inputs: list[int] = []
     for chunk in map(message, fields.get(1, [])):
         if 1 not in chunk:
-            raise Refused(f"{where} has an image or audio, which this server does not train on")
+            raise BadRequest(f"{where} has an image or audio, which this server does not train on")
         inputs += _numbers(raw(last(message(last(chunk, 1)), 1)), "<i4", where)
     tensors = {
         text(last(pair, 1)): _tensor(message(last(pair, 2)), where)
@@ -209,24 +208,24 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
     }
     targets = tensors.pop("target_tokens", None)
     if targets is None:
-        raise Refused(f"{where} has no target_tokens")
+        raise BadRequest(f"{where} has no target_tokens")
     if not inputs or len(inputs) != len(targets) or len(inputs) > MOST_TOKENS:
-        raise Refused(
+        raise BadRequest(
             f"{where} has {len(inputs)} tokens and {len(targets)} target_tokens: there must be as "
             "many of both, and not 0"
         )
     others = [i for i, x in enumerate(inputs[1:]) if int(targets[i]) != x]
     known = ("weights",) if loss == "cross_entropy" else ("advantages", "logprobs", "weights")
     if unknown := sorted(tensors.keys() - {*known, "mask"}):
-        raise Refused(f"{where} has {', '.join(unknown)}, which the loss {loss} does not take")
+        raise BadRequest(f"{where} has {', '.join(unknown)}, which the loss {loss} does not take")
     tensors.setdefault("weights", tensors.pop("mask", [1.0] * len(targets)))
     for name, numbers in tensors.items():
         if len(numbers) != len(targets):
-            raise Refused(f"{where} has {len(numbers)} {name} for {len(targets)} target_tokens")
+            raise BadRequest(f"{where} has {len(numbers)} {name} for {len(targets)} target_tokens")
     # Programs fill the targets of a prompt with anything, if they weigh nothing.
     factor = tensors["weights"] if loss in ("cross_entropy", "dro") else tensors.get("advantages")
     if factor is not None and any(factor[i] and tensors["weights"][i] for i in others):
-        raise Refused(
+        raise BadRequest(
             f"{where}: target_tokens must be the tokens of model_input moved by one, with one more "
             "at the end; this server scores no other targets"
         )
@@ -234,9 +233,9 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
     # One group: what data of a request have in common at their beginning is computed once.
     datum = Datum(tokens, tensors["weights"], tensors.get("advantages"), tensors.get("logprobs"), 0)
     if loss != "cross_entropy" and (datum.advantages is None or datum.log_probs is None):
-        raise Refused(f"{where} has no advantages or no logprobs, which the loss {loss} needs")
+        raise BadRequest(f"{where} has no advantages or no logprobs, which the loss {loss} needs")
     if problem := datum.check(place):
-        raise Refused(problem)
+        raise BadRequest(problem)
     return datum
 
 
@@ -246,16 +245,16 @@ def _tensor(fields: dict[int, list[Value]], where: str) -> list[float]:
         1 if isinstance(one, int) else sum(byte < 128 for byte in one) for one in fields.get(4, [])
     )
     if 1 not in fields or dimensions > 1:
-        raise Refused(f"{where} has a sparse tensor or one of several dimensions: not served")
-    dtype = _DTYPES.get(whole(last(fields, 3)))
+        raise BadRequest(f"{where} has a sparse tensor or one of several dimensions: not served")
+    dtype = _DTYPES.get(integer(last(fields, 3)))
     if dtype is None:
-        raise Refused(f"{where} has a tensor of an unknown dtype")
+        raise BadRequest(f"{where} has a tensor of an unknown dtype")
     return _numbers(raw(last(fields, 1)), dtype, where)
 
 
 def _numbers(data: bytes, dtype: str, where: str) -> list[Any]:
     if len(data) % np.dtype(dtype).itemsize:
-        raise Refused(f"{where} has a tensor that is cut off")
+        raise BadRequest(f"{where} has a tensor that is cut off")
     numbers: list[Any] = np.frombuffer(data, dtype).tolist()
     return numbers
 
@@ -303,25 +302,23 @@ def sampling_body(request: Mapping[str, Any], adapter: str | None, seed: int) ->
         seed: The seed of the first sample, if the request has none.
 
     Raises:
-        Refused: A field has a wrong value, or asks for what is not served.
+        BadRequest: A field has a wrong value, or asks for what is not served.
     """
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
                  "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info"):  # fmt: skip
         if request.get(name):
-            raise Refused(f"{name} is not served")
+            raise BadRequest(f"{name} is not served")
     tokens: list[int] = []
-    for chunk in (request.get("prompt") or {}).get("chunks", []):
+    prompt = take(request, "prompt", json_object, {})
+    for chunk in take(prompt, "chunks", list_of(json_object), [], "prompt."):
         if chunk.get("type", "encoded_text") != "encoded_text":
-            raise Refused("a prompt with images or audio is not served")
+            raise BadRequest("a prompt with images or audio is not served")
         tokens += chunk["tokens"]
     if not tokens:
-        raise Refused("the prompt is empty")
-    given = request.get("sampling_params") or {}
-    count = request.get("num_samples", 1)
-    if type(count) is not int or not 1 <= count <= 1024:
-        raise Refused("num_samples must be a whole number from 1 to 1024")
+        raise BadRequest("the prompt is empty")
+    given = take(request, "sampling_params", json_object, {})
     params: dict[str, Any] = {
-        "n": count,
+        "n": take(request, "num_samples", whole(1, 1024), 1),
         "sampling_seed": seed if given.get("seed") is None else given["seed"],
         "no_stop_trim": True,
         "skip_special_tokens": False,
@@ -336,7 +333,7 @@ def sampling_body(request: Mapping[str, Any], adapter: str | None, seed: int) ->
         words = [stop] if isinstance(stop, str) else stop
         kinds = {type(word) for word in words}
         if kinds not in ({str}, {int}):
-            raise Refused("stop must be a text, a list of texts, or a list of token ids")
+            raise BadRequest("stop must be a text, a list of texts, or a list of token ids")
         params["stop" if kinds == {str} else "stop_token_ids"] = words
     body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
     if request.get("prompt_logprobs"):

@@ -19,10 +19,11 @@ from slime.cluster.actors import door
 from slime.config.seeds import derive_seed
 from slime.engines import http
 from slime.observability.run_dir import RunDir
+from slime.plugins.http.server import BadRequest, Refused
 from slime.plugins.serve.engine import EngineWeights
 from slime.plugins.serve.limits import Limits, Meter, check_disk
 from slime.plugins.serve.log import Answer, Log, Record
-from slime.plugins.serve.messages import Refused, sample_answer, sampling_body
+from slime.plugins.serve.messages import sample_answer, sampling_body
 from slime.plugins.serve.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ KEPT_ANSWERS = 10_000
 """How many answers are kept in memory for clients that ask again."""
 
 
-class Unknown(LookupError):
+class Unknown(Refused):
     """There is nothing of this name, or it is another tenant's."""
+
+    status = 404
 
 
 @dataclass
@@ -120,13 +123,13 @@ class State:
             tokens: How many it takes of the tenant's.
 
         Raises:
-            Refused: The same id stands for another kind of command.
+            BadRequest: The same id stands for another kind of command.
             OverLimit: The tenant has used what it may.
         """
         known = self.commands.get(record["id"])
         if known is not None:
             if known["do"] != record["do"]:
-                raise Refused(f"the command {record['id']} was another one: {known['do']}")
+                raise BadRequest(f"the command {record['id']} was another one: {known['do']}")
             return str(record["id"])
         tenant = record["tenant"]
         if tenant in self.meters:
@@ -290,7 +293,7 @@ class State:
     async def _sample(self, record: Record) -> None:
         try:
             answer = Answer(data=await self._sampled(record))
-        except (Refused, http.HttpError) as error:
+        except (BadRequest, http.HttpError) as error:
             answer = Answer(error=str(error))
         except Exception as error:
             log.exception("the samples %s failed", record["id"])
@@ -378,7 +381,7 @@ class State:
         raise Unknown(f"there is no training run {name}")
 
     def weights_of(self, path: object, tenant: str) -> Path:
-        """Return the folder of a path, if the tenant has it. Raises Unknown or Refused."""
+        """Return the folder of a path, if the tenant has it. Raises Unknown or BadRequest."""
         self.run_of(str(path).removeprefix("tinker://").partition("/")[0], tenant)
         return self.trainer.folder_of(str(path))
 

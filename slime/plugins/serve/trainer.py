@@ -19,9 +19,10 @@ from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.data.datum import parts_of_data
 from slime.data.schedule import PackingSettings
+from slime.plugins.http.server import BadRequest
 from slime.plugins.serve.adapters import Adapters, facts_of
 from slime.plugins.serve.log import Answer, Record
-from slime.plugins.serve.messages import Refused, batch_answer, read_batch
+from slime.plugins.serve.messages import batch_answer, read_batch
 from slime.types import AdamSettings
 
 if TYPE_CHECKING:
@@ -81,15 +82,15 @@ class Trainer:
         """Return the folder of a path ``tinker://MODEL/KIND/NAME``.
 
         Raises:
-            Refused: It has another form, or there is nothing.
+            BadRequest: It has another form, or there is nothing.
         """
         parts = path.removeprefix("tinker://").split("/")
         right = path.startswith("tinker://") and len(parts) == 3 and parts[1] in _KINDS
         if not right or not all(map(_NAME.fullmatch, (parts[0].replace(":", "_"), parts[2]))):
-            raise Refused(f"{path!r} is not of the form tinker://MODEL/KIND/NAME")
+            raise BadRequest(f"{path!r} is not of the form tinker://MODEL/KIND/NAME")
         folder = self.model_folder(parts[0]) / parts[1] / parts[2]
         if not folder.is_dir() or self._is_over(folder):
-            raise Refused(f"there are no weights {path}")
+            raise BadRequest(f"there are no weights {path}")
         return folder
 
     def can_be_sampled(self, folder: Path) -> bool:
@@ -199,7 +200,7 @@ class Trainer:
         folder = self.model_folder(record["model"]) / kind / name
         owner = folder / OWNER
         if folder.is_dir() and owner.read_text() != record["id"] and not record["overwrite"]:
-            raise Refused(f"there are weights {name!r} already: save with overwrite=True")
+            raise BadRequest(f"there are weights {name!r} already: save with overwrite=True")
         part = folder.with_name(f".{name}")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -214,7 +215,7 @@ class Trainer:
     def _load(self, backend: FsdpBackend, record: Record) -> Answer:
         file = self.folder_of(record["path"]) / STATE
         if not file.is_file():
-            raise Refused(f"{record['path']} has no training state: load what save_state wrote")
+            raise BadRequest(f"{record['path']} has no training state: load what save_state wrote")
         self.adapters.load(backend, record["model"], file, record["optimizer"])
         return Answer({"path": record["path"], "type": "load_weights"})
 
@@ -227,12 +228,12 @@ def checked_name(name: object) -> str | None:
     """Return the name of a checkpoint.
 
     Raises:
-        Refused: It could name another folder.
+        BadRequest: It could name another folder.
     """
     if name is None:
         return None
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith((_PASSING, ".")):
-        raise Refused(
+        raise BadRequest(
             f"{name!r:.120} cannot name a checkpoint: use up to 100 letters, digits, '.', '_', '-'"
         )
     return name

@@ -16,7 +16,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from slime.plugins.embedded.fields import BadRequest, WeightError
 from slime.plugins.embedded.protocol import GenerateRequest
 from slime.plugins.embedded.sequence import (
     Detokenizer,
@@ -25,6 +24,8 @@ from slime.plugins.embedded.sequence import (
     VersionEvent,
     aborted,
 )
+from slime.plugins.embedded.served import WeightError
+from slime.plugins.http.server import BadRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,29 +8,28 @@ from pathlib import Path
 
 from aiohttp import web
 
-from slime.plugins.embedded.fields import (
+from slime.plugins.embedded.served import WeightError, outcome
+from slime.plugins.embedded.tensor_wire import GROUP_TIMEOUT
+from slime.plugins.http.server import (
     BadRequest,
-    WeightError,
     body_of,
     json_answer,
     json_object,
     list_of,
     need,
     one_of,
-    outcome,
+    string,
     take,
-    text,
     truth,
     whole,
 )
-from slime.plugins.embedded.tensor_wire import GROUP_TIMEOUT
 from slime.plugins.vllm.engine import Loaded, VllmEngine
 
 routes = web.RouteTableDef()
 VLLM: web.AppKey[Loaded] = web.AppKey("vllm")
 TAGS = ("weights", "kv_cache", "cuda_graph")
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
-_NAME = text(4096)
+_NAME = string(4096)
 
 
 def _engine(request: web.Request) -> VllmEngine:
@@ -147,7 +146,7 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     world = need(body, "world_size", whole(1, 2**20))
     await _engine(request).on_workers(
         "slime_join",
-        need(body, "master_address", text(253)),
+        need(body, "master_address", _NAME),
         need(body, "master_port", whole(1, 65535)),
         need(body, "rank_offset", whole(0, world - 1)),
         world,
@@ -173,8 +172,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     if not folder.is_dir():
         raise BadRequest(f"model_path: there is no folder {folder}")
     engine = _engine(request)
-    version = take(body, "weight_version", _NAME, None)
-    await engine.change(version, "slime_reload", str(folder))
+    await engine.change(take(body, "weight_version", _NAME, None), "slime_reload", str(folder))
     return outcome(True, f"loaded {folder}", num_paused_requests=len(engine.sequences))
 
 

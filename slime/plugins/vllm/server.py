@@ -20,12 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
 
 from slime.engines.keys import ServerKeys
-from slime.engines.request_guard import request_guard
 from slime.plugins.embedded import routes_generate, routes_openai
-from slime.plugins.embedded.app import MAX_BODY_BYTES, SERVING
-from slime.plugins.embedded.fields import errors_as_json
 from slime.plugins.embedded.sequence import Detokenizer
 from slime.plugins.embedded.served import SERVED
+from slime.plugins.http.server import MOST_BYTES, SERVING, errors_as_json, request_guard
 from slime.plugins.vllm.engine import Loaded, VllmEngine
 from slime.plugins.vllm.options import SUPPORTED
 from slime.plugins.vllm.routes import VLLM, routes
@@ -51,7 +49,7 @@ def main() -> None:
 def make_app(engine_args: AsyncEngineArgs, host: str, keys: ServerKeys) -> web.Application:
     """Return an application whose engine is loaded when it starts, and shut down when it ends."""
     app = web.Application(
-        middlewares=[request_guard(host, keys=keys), errors_as_json], client_max_size=MAX_BODY_BYTES
+        middlewares=[errors_as_json(), request_guard(host, keys=keys)], client_max_size=MOST_BYTES
     )
     for table in (routes, routes_generate.routes, routes_openai.routes):
         app.add_routes(table)

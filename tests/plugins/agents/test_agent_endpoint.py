@@ -302,14 +302,14 @@ async def test_sessions_are_told_apart_by_path_and_by_key(
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": []}, "at least one"),
+        ({"messages": []}, "a list of 1 to"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "only text"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
-        ({"messages": HELLO, "n": 129}, "at most 128"),
+        ({"messages": HELLO, "n": 129}, "from 1 to 128"),
         ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is"),
         ({"messages": HELLO, "n": 2, "stream": True}, "streamed"),
-        ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": ""}}]}, "a name"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {}}]}, "s name"),
     ],
 )
 async def test_what_cannot_be_served_is_said(

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from slime.engines import keys as keys_module
 from slime.engines.keys import ServerKeys, send_key
-from slime.engines.request_guard import request_guard
 from slime.plugins.compat.clients import send_keys_too
+from slime.plugins.http.server import errors_as_json, request_guard
 from slime.utils.async_utils import run
 
 KEYS = ServerKeys("the-key", "the-admin-key")
@@ -27,7 +27,7 @@ class Served:
     def __init__(self, keys: ServerKeys | None) -> None:
         async def echo(request: web.Request) -> web.Response:
             if request.path == "/elsewhere":
-                raise web.HTTPTemporaryRedirect(request.query["to"])
+                return web.Response(status=307, headers={"Location": request.query["to"]})
             choice = {
                 "index": 0,
                 "finish_reason": "stop",
@@ -39,7 +39,7 @@ class Served:
             return web.json_response({"choices": [choice]})
 
         async def start() -> tuple[web.AppRunner, int]:
-            guard = [request_guard(keys=keys)] if keys else []
+            guard = [errors_as_json(), request_guard(keys=keys)] if keys else []
             app = web.Application(middlewares=guard)
             app.router.add_route("*", "/{path:.*}", echo)
             runner = web.AppRunner(app)

@@ -25,9 +25,10 @@ from slime.models.peft_files import (
 )
 from slime.plugins.embedded import routes_openai
 from slime.plugins.embedded.adapters import load_named, read_settings, set_layers
-from slime.plugins.embedded.fields import BadRequest, WeightError
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import parse_generate
+from slime.plugins.embedded.served import WeightError
+from slime.plugins.http.server import BadRequest
 
 SETTINGS = LoraSettings(rank=3, alpha=6.0)
 NAMES = [

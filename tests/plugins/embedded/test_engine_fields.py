@@ -17,8 +17,8 @@ import pytest
 from served_engine import Served, served
 
 from slime.plugins.embedded import images, routes_weights
-from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.images import load_image
+from slime.plugins.http.server import BadRequest
 
 WRONG: list[Any] = [
     *(

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from slime.models.digest import tensor_digest
 from slime.models.stored import StoredWeights
-from slime.plugins.embedded.fields import WeightError
 from slime.plugins.embedded.loading import EngineOptions, load_engine
+from slime.plugins.embedded.served import WeightError
 from slime.plugins.embedded.weights import Weights
 
 

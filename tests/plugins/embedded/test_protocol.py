@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.protocol import (
     MAX_SCORES,
     SamplingParams,
@@ -14,6 +13,7 @@ from slime.plugins.embedded.protocol import (
     parse_generate,
     parse_sampling_params,
 )
+from slime.plugins.http.server import BadRequest
 
 VOCAB = 100
 

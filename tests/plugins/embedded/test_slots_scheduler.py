@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import of_all
 
-from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.kv_cache import Copy
 from slime.plugins.embedded.protocol import GenerateRequest, SamplingParams
 from slime.plugins.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.plugins.embedded.sequence import Sequence, VersionEvent, version_spans
+from slime.plugins.http.server import BadRequest
 
 
 def sequence(rid: str, ids: list[int], **params: object) -> Sequence:

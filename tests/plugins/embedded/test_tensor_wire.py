@@ -19,8 +19,8 @@ from served_engine import Served, served
 
 import slime.plugins.embedded
 from slime.engines.payload import Bucket, handles
-from slime.plugins.embedded.fields import BadRequest
 from slime.plugins.embedded.tensor_wire import read_tensors
+from slime.plugins.http.server import BadRequest
 
 
 def bucket() -> Bucket:

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serve_parts import batch, datum
 
+from slime.plugins.http.server import BadRequest
 from slime.plugins.serve.messages import (
     Malformed,
-    Refused,
     double,
     field,
+    integer,
     last,
     message,
     parse,
     read_batch,
     sampling_body,
     text,
-    whole,
 )
 
 
@@ -31,9 +31,9 @@ def test_fields_are_those_of_the_encoding() -> None:
     assert field(3, field(1, 150)) == b"\x1a\x03\x08\x96\x01"
     assert field(1, -2) == b"\x08\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01"
     found = parse(field(1, -2) + field(2, "a") + field(3, 0.5) + field(2, "b"))
-    assert whole(last(found, 1)) == -2 and double(last(found, 3)) == 0.5
+    assert integer(last(found, 1)) == -2 and double(last(found, 3)) == 0.5
     assert [text(one) for one in found[2]] == ["a", "b"] and text(last(found, 2)) == "b"
-    assert (whole(last(found, 9)), text(last(found, 9)), message(last(found, 9))) == (0, "", {})
+    assert (integer(last(found, 9)), text(last(found, 9)), message(last(found, 9))) == (0, "", {})
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_is_no_message_is_told(data: bytes) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for body in (data, batch("m", 1, data), batch("m", 1, datum() + data)):
-        with contextlib.suppress(Malformed, Refused):
+        with contextlib.suppress(Malformed, BadRequest):
             read_batch(body)
 
 
@@ -68,7 +68,7 @@ def test_a_request_becomes_data() -> None:
     assert found.options == {"clip_high_threshold": 1.5} and found.learns
     assert found.data[0].log_probs == [-1.0, -2.0] and found.data[0].weights == [1.0, 0.0]
     unknown = field(7, field(1, "beta") + field(2, field(1, 1.5)))
-    with pytest.raises(Refused, match="beta"):
+    with pytest.raises(BadRequest, match="beta"):
         read_batch(batch("model", 4, one, loss="ppo") + unknown)
 
 
@@ -78,7 +78,7 @@ def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
 
     inputs = field(1, field(1, field(1, np.array([5, 6], "<i4").tobytes())))
     targets = field(2, field(1, "target_tokens") + field(2, tensor([9, 7], whole=True)))
-    with pytest.raises(Refused, match="target_tokens"):
+    with pytest.raises(BadRequest, match="target_tokens"):
         read_batch(batch("model", 1, inputs + targets))
     # but those that weigh nothing may be anything
     masked = inputs + targets + field(2, field(1, "weights") + field(2, tensor([0.0, 1.0])))
@@ -87,7 +87,9 @@ def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
     for name, values in numbers.items():
         targets += field(2, field(1, name) + field(2, tensor(values)))
     assert read_batch(batch("model", 1, inputs + targets, "ppo")).data[0].tokens == [5, 6, 7]
-    with pytest.raises(Refused, match="target_tokens"):  # the distance counts without an advantage
+    with pytest.raises(
+        BadRequest, match="target_tokens"
+    ):  # the distance counts without an advantage
         read_batch(batch("model", 1, inputs + targets, "dro"))
 
 
@@ -98,7 +100,7 @@ def test_tensors_of_two_dimensions_are_refused() -> None:
     values = field(1, np.array([6, 7], "<i8").tobytes()) + field(3, 2)
     for shape in (field(4, bytes([2, 1])), field(4, 2) + field(4, 1)):
         targets = field(2, field(1, "target_tokens") + field(2, values + shape))
-        with pytest.raises(Refused, match="dimensions"):
+        with pytest.raises(BadRequest, match="dimensions"):
             read_batch(batch("model", 1, inputs + targets))
     targets = field(2, field(1, "target_tokens") + field(2, values + field(4, b"\x02")))
     assert read_batch(batch("model", 1, inputs + targets)).data[0].tokens == [5, 6, 7]
@@ -128,5 +130,5 @@ def test_a_request_for_samples_becomes_the_engines() -> None:
         {"prompt": prompt, "topk_prompt_logprobs": 2},
         {"prompt": prompt, "sampling_params": {"stop": [1, "a"]}},
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(BadRequest):
             sampling_body(wrong, None, 7)

@@ -22,6 +22,7 @@ from slime.config.rollout import is_fully_async
 from slime.data.eval_config import resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.data.tokenizers import load_tokenizer
+from slime.plugins.http.server import END, event, event_stream, listen
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 
@@ -325,9 +326,7 @@ class ScriptedEngine:
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = int(self._runner.addresses[0][1])
+        self.port = await listen(self._runner, "127.0.0.1")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -388,9 +387,9 @@ class ScriptedEngine:
             answer["meta_info"].pop("output_token_logprobs", None)
         if not body.get("stream"):
             return web.json_response(answer)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = event_stream()
         await response.prepare(request)
-        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write(event(answer) + END)
         return response
 
     def _write(

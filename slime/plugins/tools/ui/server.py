@@ -20,7 +20,7 @@ import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from slime.engines.request_guard import names_this_server
+from slime.plugins.http.server import names_this_server
 
 from . import NotFound, answer, as_json, assets, served
 from .runs import Runs

@@ -19,7 +19,7 @@ from slime.engines.http import session
 from slime.plugins.agents.server import AgentServer
 from slime.utils.async_utils import run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from example_scripts import load_example
 
 FROM_A_PAGE: dict[str, dict[str, str]] = {
