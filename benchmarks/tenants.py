@@ -144,7 +144,7 @@ class Tenant:
         return self.number
 
     async def round(self, options: argparse.Namespace, prompt: list[int]) -> dict[str, float]:
-        from slime.plugins.serve.messages import field
+        from slime.plugins.serve.messages import CLASSES
 
         saved = {"model_id": self.model, "seq_id": self.next()}
         began = time.perf_counter()
@@ -158,9 +158,13 @@ class Tenant:
         body |= {"prompt": text, "num_samples": options.answers, "sampling_params": params}
         answers = samples_of(await self.do("/asample", body))
         sampled = time.perf_counter()
-        data = b"".join(field(3, datum(prompt, *answer, i)) for i, answer in enumerate(answers))
-        head = field(1, self.model) + field(2, self.next())
-        await self.do("/forward_backward", head + data + field(4, "importance_sampling"))
+        asked = CLASSES["ForwardBackwardRequest"](
+            model_id=self.model,
+            seq_id=self.next(),
+            data=[datum(prompt, *answer, i) for i, answer in enumerate(answers)],
+            loss_fn="importance_sampling",
+        )
+        await self.do("/forward_backward", asked.SerializeToString())
         body = {"model_id": self.model, "seq_id": self.next()}
         await self.do("/optim_step", {**body, "adam_params": {"learning_rate": 1e-4}})
         ended = time.perf_counter()
@@ -172,29 +176,23 @@ def samples_of(answer: bytes) -> list[tuple[list[int], list[float]]]:
     """The tokens and log-probs of the sequences in a ``SampleResponse``."""
     import numpy as np
 
-    from slime.plugins.serve.messages import last, message, parse, raw
+    from slime.plugins.serve.messages import CLASSES
 
-    sequences = [message(one) for one in parse(answer)[1]]
     return [
-        (
-            np.frombuffer(raw(last(one, 2)), "<i4").tolist(),
-            np.frombuffer(raw(last(one, 3)), "<f4").tolist(),
-        )
-        for one in sequences
+        (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4").tolist())
+        for one in CLASSES["SampleResponse"].FromString(answer).sequences
     ]
 
 
-def datum(prompt: list[int], tokens: list[int], log_probs: list[float], place: int) -> bytes:
+def datum(
+    prompt: list[int], tokens: list[int], log_probs: list[float], place: int
+) -> dict[str, Any]:
     """A datum whose advantages are 0 for the prompt."""
     import numpy as np
 
-    from slime.plugins.serve.messages import field
-
-    def tensor(values: list[Any], kind: str) -> bytes:
-        count = len(values)  # as a varint
-        size = bytes([count]) if count < 128 else bytes([count & 127 | 128, count >> 7])
-        code = 2 if kind == "<i8" else 1
-        return field(1, np.array(values, kind).tobytes()) + field(3, code) + field(4, size)
+    def tensor(values: list[Any], kind: str) -> dict[str, Any]:
+        dense = np.array(values, kind).tobytes()
+        return {"dense": dense, "dtype": 2 if kind == "<i8" else 1, "shape": [len(values)]}
 
     whole = [*prompt, *tokens]
     before = [0.0] * (len(prompt) - 1)
@@ -203,9 +201,9 @@ def datum(prompt: list[int], tokens: list[int], log_probs: list[float], place: i
         "logprobs": tensor([*before, *log_probs], "<f4"),
         "advantages": tensor([*before, *[1.0 if place % 2 else -1.0] * len(tokens)], "<f4"),
     }
-    text = field(1, field(1, field(1, np.array(whole[:-1], "<i4").tobytes())))
-    entries = [field(2, field(1, name) + field(2, value)) for name, value in inputs.items()]
-    return text + b"".join(entries)
+    text = {"encoded_text": {"tokens": np.array(whole[:-1], "<i4").tobytes()}}
+    entries = [{"key": name, "value": value} for name, value in inputs.items()]
+    return {"model_input": [text], "loss_fn_inputs": entries}
 
 
 async def loops(

@@ -30,7 +30,7 @@ from slime.types import SamplingParams, Tokenizer
 from .anthropic_api import Messages
 from .messages import Ask, note
 from .openai_api import Chat, Responses
-from .server import AgentServer, Dialect
+from .server import DIALECTS, AgentServer, Dialect
 from .session import Place, Session
 
 if TYPE_CHECKING:
@@ -103,11 +103,7 @@ class BaseAdapter:
         ValueError: ``sglang_url`` has another form, or there is no such parser.
     """
 
-    dialects: Mapping[str, Dialect] = {
-        "chat/completions": Chat,
-        "responses": Responses,
-        "messages": Messages,
-    }
+    dialects: Mapping[str, Dialect] = DIALECTS
 
     def __init__(
         self,

@@ -237,30 +237,28 @@ def _messages(raw: JsonObject) -> list[Message]:
     # A text is the short form of one text block.
     text: JsonObject = {"type": "text", "text": content}
     blocks = [text] if isinstance(content, str) else need(raw, "content", OBJECTS)
-    # Results of tools are messages of their own in the common form, and stand before the rest.
-    results: list[Message] = [
-        {
-            "role": "tool",
-            "content": text_of(block.get("content")),
-            "tool_call_id": str(block.get("tool_use_id") or ""),
-        }
-        for block in blocks
-        if block.get("type") == "tool_result"
-    ]
-    # What is left of the blocks is text; media become placeholders.
-    hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
-    texts: list[JsonValue] = [block for block in blocks if block.get("type") not in hidden]
-    # The calls of the model in an earlier turn, as the client sends them back.
-    calls = [
-        call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
-        for block in blocks
-        if block.get("type") == "tool_use"
-    ]
-    message: Message = {"role": str(role), "content": text_of(texts)}
-    if calls:
-        message["tool_calls"] = calls
-    # Reasoning is kept apart: it is not compared, since clients may leave it out.
-    thoughts = [thought for block in blocks if isinstance(thought := block.get("thinking"), str)]
-    if thoughts and role == "assistant":
-        message["reasoning_content"] = "".join(thoughts)
-    return [*results, *([message] if texts or calls or not results else [])]
+    message: Message = {"role": str(role), "content": ""}
+    results: list[Message] = []
+    texts: list[JsonValue] = []
+    for block in blocks:
+        match block.get("type"):
+            case "tool_result":
+                result = text_of(block.get("content"))
+                call_id = str(block.get("tool_use_id") or "")
+                results.append({"role": "tool", "content": result, "tool_call_id": call_id})
+            # The calls of the model in an earlier turn, as the client sends them back.
+            case "tool_use":
+                used = call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
+                message.setdefault("tool_calls", []).append(used)
+            # Reasoning is kept apart: it is not compared, since clients may leave it out.
+            case "thinking" if role == "assistant":
+                before = message.get("reasoning_content", "")
+                message["reasoning_content"] = before + str(block.get("thinking") or "")
+            case "thinking" | "redacted_thinking":
+                pass
+            # What is left is text; media become placeholders.
+            case _:
+                texts.append(block)
+    message["content"] = text_of(texts)
+    is_empty = not texts and "tool_calls" not in message
+    return results if results and is_empty else [*results, message]

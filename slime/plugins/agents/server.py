@@ -50,16 +50,14 @@ DIALECTS: dict[str, Dialect] = {
 }
 # a ping is sent after so many seconds without a token: clients and proxies close silent streams
 PING_SECONDS = 15.0
-_IGNORED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+             "frequency_penalty", "logit_bias")  # fmt: skip
+_IGNORED = {
+    **dict.fromkeys(
+        _SAMPLING, "is ignored: the flags of the run determine the sampling parameters"
+    ),
+    "chat_template_kwargs": "is ignored: --apply-chat-template-kwargs determines it",
+}
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -155,7 +153,7 @@ class AgentServer:
         return self.session_named(name)
 
     def session_named(self, name: str) -> Session:
-        """Return an open session; raise an :class:`Refused` if there is none with this id."""
+        """Return an open session; raise a :class:`Refused` if there is none with this id."""
         session = self.sessions.get(name)
         if session is None:
             raise Refused(
@@ -174,26 +172,18 @@ class AgentServer:
             parent, _, added = prepared
             encoder = dialect(ask, (parent.length if parent else 0) + len(added))
             return await _stream(request, encoder, session, ask, prepared)
-        answers = [
-            asyncio.ensure_future(_caught(session.answer(ask, prepared)))
-            for _ in range(ask.choices)
-        ]
+        answers = [asyncio.ensure_future(session.answer(ask, prepared)) for _ in range(ask.choices)]
         try:
-            turns = await asyncio.gather(*answers)
-            failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
-            if failed is not None:
-                raise failed
-            response = json_answer(
-                dialect.whole(ask, [turn for turn in turns if isinstance(turn, Turn)])
-            )
+            # An error is raised after all have ended, so that none of them goes on alone.
+            await asyncio.gather(*answers, return_exceptions=True)
+            response = json_answer(dialect.whole(ask, [answer.result() for answer in answers]))
             # The response is sent here and not by aiohttp, to notice if the client does not receive
             # it: such turns are not part of the conversation and are removed from the tree.
             await response.prepare(request)
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
             # those still being generated were cancelled
-            await asyncio.gather(*answers, return_exceptions=True)
-            done = [answer.result() for answer in answers if not answer.cancelled()]
+            done = await asyncio.gather(*answers, return_exceptions=True)
             _undelivered(session, [turn for turn in done if isinstance(turn, Turn)])
             raise
         return response
@@ -260,12 +250,11 @@ async def _stream(
             await response.write(sent.events(*part) if part else encoder.ping())
             part = await _next(parts)
         # The end: what was held back, tool calls and counts, or the error.
-        turn = _result(task)
-        last = (
-            encoder.failed(turn)
-            if isinstance(turn, Refused)
-            else sent.rest(turn) + encoder.end(turn)
-        )
+        try:
+            turn = task.result()
+            last = sent.rest(turn) + encoder.end(turn)
+        except Refused as error:
+            last = encoder.failed(error)
         await response.write(last)
         await response.write_eof()
     except (ConnectionError, asyncio.CancelledError):
@@ -321,25 +310,6 @@ def _after(whole: str, sent: str) -> str:
     return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
-def _result(task: asyncio.Task[Turn]) -> Turn | Refused:
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if isinstance(error, Refused):
-        return error
-    raise error
-
-
-async def _caught(answer: Awaitable[Turn]) -> Turn | Exception:
-    """Return the answer, or its error as a value: a task group would cancel the other answers and
-    wrap the error.
-    """
-    try:
-        return await answer
-    except Exception as error:
-        return error
-
-
 def _undelivered(session: Session, turns: list[Turn]) -> None:
     for turn in turns:
         session.tree.remove(turn)
@@ -351,13 +321,11 @@ async def _body(request: web.Request) -> JsonObject:
     body = await body_of(request)
     if too_deep(body):
         raise BadRequest("the body is nested too deeply")
-    for name in _IGNORED:
+    for name, words in _IGNORED.items():
         if body.get(name) is not None:
-            note(name, "is ignored: the flags of the run determine the sampling parameters")
+            note(name, words)
     if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") == "enabled":
         note("thinking", "is not enforced: the model decides how much it reasons")
-    if body.get("chat_template_kwargs") is not None:
-        note("chat_template_kwargs", "is ignored: --apply-chat-template-kwargs determines it")
     if body.get("parallel_tool_calls") is False:
         note("parallel_tool_calls", "is not enforced: an answer can contain several calls")
     return body

@@ -49,7 +49,7 @@ from .tool_parsers import (
     split_reasoning,
     tool_parser,
 )
-from .trajectory import Tree, Turn
+from .trajectory import Tree, Turn, sampled_ids
 
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
@@ -203,7 +203,7 @@ class Session:
         return None, ask.messages, self.template.prompt(ask.messages, ask.tools)
 
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
-        """Return the maximum number of tokens of an answer; raise an :class:`Refused` if there is
+        """Return the maximum number of tokens of an answer; raise a :class:`Refused` if there is
         no room for one.
         """
         EVALUATION.set(self.evaluation)  # a request of the program is a task of the server's
@@ -344,11 +344,7 @@ class Session:
                 f"--agent-tool-parser {self.parser_name}",
                 f"found no tool call in an answer that contains {mark!r}",
             )
-        ids = [
-            int(item[1])
-            for output in outputs
-            for item in output["meta_info"]["output_token_logprobs"]
-        ]
+        ids = sampled_ids(outputs)
         # Some chat templates render the ids of calls. They follow from the tokens of the whole
         # conversation, so that a run with the same seed gives the same prompts, and a model that
         # repeats itself gives other ids.
@@ -369,11 +365,7 @@ class Session:
         have been streamed.
         """
         matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
-        ids = [
-            int(item[1])
-            for output in outputs
-            for item in output["meta_info"]["output_token_logprobs"]
-        ]
+        ids = sampled_ids(outputs)
         if len(outputs) == 1 and not isinstance(matched, str):
             text = str(outputs[0]["text"])
         else:
@@ -405,11 +397,7 @@ class Session:
             self.check_open()
             if output is not None:
                 output = cut_at_stop(self.state.tokenizer, probe.tokens[begin:], output, params)
-            new = (
-                [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]]
-                if output
-                else []
-            )
+            new = sampled_ids([output] if output else [])
             if output and new:
                 outputs.append(output)
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":

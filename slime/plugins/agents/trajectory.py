@@ -26,6 +26,12 @@ from .messages import Ask, Message, Tool, key_of
 Key = tuple[str, str, str]
 
 
+def sampled_ids(outputs: Sequence[GenerateOutput]) -> list[int]:
+    """Return the token ids of an engine's outputs."""
+    scored = [item for one in outputs for item in one["meta_info"]["output_token_logprobs"]]
+    return [int(item[1]) for item in scored]
+
+
 @dataclass(eq=False)
 class Turn:
     """One answer of the model, and the client's messages before it.
@@ -64,11 +70,7 @@ class Turn:
     @property
     def output_ids(self) -> list[int]:
         """The sampled token ids."""
-        return [
-            int(item[1])
-            for output in self.outputs
-            for item in output["meta_info"]["output_token_logprobs"]
-        ]
+        return sampled_ids(self.outputs)
 
     @property
     def cached_tokens(self) -> int:

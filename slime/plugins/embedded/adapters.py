@@ -45,9 +45,7 @@ def read_settings(config: Mapping[str, object]) -> tuple[LoraSettings, list[str]
             does not support.
     """
     rank = need(config, "r", whole(1, 2**16), "config_dict.")
-    alpha = need(
-        config, "lora_alpha", number(lambda value: value > 0, "must be above 0"), "config_dict."
-    )
+    alpha = need(config, "lora_alpha", number(0, 1e9, above=True), "config_dict.")
     names = need(config, "target_modules", list_of(string(4096), _MAX_LAYERS), "config_dict.")
     if other := other_forms(config):
         raise BadRequest(f"config_dict has {', '.join(other)}, which slime does not support"[:2000])

@@ -13,7 +13,7 @@ from slime.engines.keys import NO_KEYS, ServerKeys
 from slime.plugins.embedded import adapters, routes_generate, routes_openai, routes_weights
 from slime.plugins.embedded.loading import Loaded
 from slime.plugins.embedded.protocol import API_VERSION
-from slime.plugins.embedded.served import LOADED, SERVED
+from slime.plugins.embedded.served import LOADED, SERVED, engine_of
 from slime.plugins.embedded.weights import TAGS
 from slime.plugins.http.server import (
     MOST_BYTES,
@@ -38,21 +38,21 @@ async def pause_generation(request: web.Request) -> web.Response:
     :data:`PAUSE_MODES`.
     """
     mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     await engine.call(engine.pause, mode)
     return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
 
 @routes.post("/continue_generation")
 async def continue_generation(request: web.Request) -> web.Response:
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     await engine.call(engine.scheduler.resume)
     return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @routes.post("/flush_cache")
 async def flush_cache(request: web.Request) -> web.Response:
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     flushed = await engine.call(engine.scheduler.flush)
     return web.Response(text=FLUSHED if flushed else NOT_FLUSHED, status=200 if flushed else 400)
 
@@ -64,7 +64,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 @routes.post("/resume_memory_occupation")
 async def memory_occupation(request: web.Request) -> web.Response:
     """Release memory, or take it again. Without ``tags`` this concerns all memory."""
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     change = engine.release if request.path == "/release_memory_occupation" else engine.resume
     tags = take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
     await engine.call(change, tags)
@@ -125,7 +125,7 @@ async def server_info(request: web.Request) -> web.Response:
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
     """Answer with what slime reads of SGLang's ``/v1/loads``."""
-    scheduler = request.app[LOADED].engine.scheduler
+    scheduler = engine_of(request).scheduler
     load = {
         "num_running_reqs": len(scheduler.running),
         "num_waiting_reqs": len(scheduler.waiting),

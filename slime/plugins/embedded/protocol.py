@@ -30,31 +30,21 @@ MAX_SAMPLES = 1024  # the largest n of one prompt
 MAX_SCORES = 2**22  # per body: alternatives at all positions
 MAX_REQUESTS = 8192  # per body: the number of prompts times n
 _GREEDY_BELOW = 1e-6
-CONSTRAINTS = (
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "stop_regex",
-    "beam_width",
-    "watermark",
-)
-"""Sampling parameters of SGLang that this engine refuses."""
 _NOT_READ = ("input_embeds", "audio_data", "video_data", "custom_logit_processor", "session_params")
 _INT32 = 2**31 - 1
-_penalty = number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
+_PENALTY = number(-2, 2)
 SAMPLING_CHECKS: dict[str, Check[object]] = {
     "max_new_tokens": whole(0, _INT32),
     "min_new_tokens": whole(0, _INT32),
     "stop": one_or_list(string(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
     "stop_token_ids": list_of(whole(0, _INT32), 4096),
-    "temperature": number(lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"),
-    "top_p": number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
+    "temperature": number(0, 1e6),
+    "top_p": number(0, 1, above=True),
     "top_k": whole(-1, _INT32, "must be -1 (off) or at least 1"),
-    "min_p": number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
-    "frequency_penalty": _penalty,
-    "presence_penalty": _penalty,
-    "repetition_penalty": number(lambda value: 0 < value <= 2, "must be in (0, 2]"),
+    "min_p": number(0, 1),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": number(0, 2, above=True),
     "ignore_eos": truth,
     "skip_special_tokens": truth,
     "spaces_between_special_tokens": truth,
@@ -155,16 +145,11 @@ def parse_sampling_params(
         where: A prefix of the field names in error messages.
 
     Raises:
-        BadRequest: A name is unknown, a value has the wrong type or is out of range, or a
-            constraint is not supported.
+        BadRequest: A name is unknown to this engine, or a value has the wrong type or is out of
+            range.
     """
     raw = {} if raw is None else json_object(raw, where.rstrip("."))
     present = {key: value for key, value in raw.items() if value is not None}
-    for name in CONSTRAINTS:
-        if present.pop(name, None):
-            raise BadRequest(f"{where}{name} is not supported by this engine")
-    for name in ("custom_params", "stream_interval"):
-        present.pop(name, None)
     unknown = sorted(set(present) - set(SAMPLING_CHECKS))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
@@ -187,7 +172,7 @@ def parse_sampling_params(
 def _logit_bias(
     given: Mapping[str, object], vocab_size: int, where: str
 ) -> tuple[tuple[int, float], ...]:
-    finite = number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
+    finite = number(-1e9, 1e9)
     bias = []
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1
@@ -217,9 +202,11 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     for name in _NOT_READ:
         if body.get(name):
             raise BadRequest(f"{name} is not supported by this engine")
-    raw = input_ids if text is None else text
-    is_single = isinstance(raw, str) or (text is None and _is_flat(raw))
-    prompts: list[object] = [raw] if is_single or not isinstance(raw, list) else raw
+    raw: Any = input_ids if text is None else text
+    # A list of token ids is one prompt; a list of such lists, or of texts, is several.
+    first = raw[0] if isinstance(raw, list) and raw else None
+    is_single = not isinstance(raw, list) or (text is None and not isinstance(first, list))
+    prompts: list[object] = [raw] if is_single else raw
     if not prompts:
         raise BadRequest("the batch of prompts is empty")
     # The fields besides the prompts, and one request for each sample of each prompt.
@@ -280,7 +267,7 @@ def _checks(vocab_size: int) -> dict[str, Check[object]]:
         "return_logprob": truth,
         "logprob_start_len": whole(-1, _INT32),
         "top_logprobs_num": whole(0, vocab_size),
-        "token_ids_logprob": _ids(vocab_size),
+        "token_ids_logprob": list_of(whole(0, vocab_size - 1)),
         "return_text_in_logprobs": truth,
         "return_top_p_token_ids": truth,
         "stream": truth,
@@ -311,10 +298,6 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _ids(vocab_size: int) -> Check[list[int]]:
-    return list_of(whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
-
-
 def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
     def step(pair: object, where: str) -> tuple[int, str]:
         if isinstance(pair, list) and len(pair) == 2:
@@ -323,7 +306,7 @@ def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
                 return token, version
         raise refuse(where, "must be [output token, weight version]", pair)
 
-    return tuple(list_of(step, 65536)(value, name))
+    return tuple(list_of(step)(value, name))
 
 
 def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:
@@ -341,17 +324,9 @@ def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_singl
     return value[index]
 
 
-def _is_flat(input_ids: object) -> bool:
-    if not isinstance(input_ids, list) or not input_ids:
-        raise BadRequest(
-            "input_ids must not be empty; pass a list of token ids, or a list of such lists"
-        )
-    return not isinstance(input_ids[0], list)
-
-
 def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     if not isinstance(ids, list) or not ids:
-        raise BadRequest("input_ids must not be empty")
+        raise refuse("input_ids", "must be a list of token ids, which is not empty", ids)
     # With type() and not isinstance(), because True and False are instances of int.
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:

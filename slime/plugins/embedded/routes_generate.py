@@ -120,36 +120,45 @@ async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments)
 async def run_all(loaded: Served, requests: list[GenerateRequest]) -> list[Answer]:
     """Generate all requests to their end, and return the responses.
 
+    Raises:
+        StepFailed: The engine could not compute one of them.
+    """
+    answers: dict[int, Answer] = {}
+    async for index, (sequence, count, finish, version) in _events(loaded.engine, requests):
+        if finish is not None:
+            answers[index] = build_answer(sequence, loaded.detokenizer, version, count, finish)
+    return [answers[index] for index in range(len(requests))]
+
+
+async def _events(
+    engine: Generates, requests: list[GenerateRequest]
+) -> AsyncIterator[tuple[int, Event]]:
+    """Yield the index of a request and what the engine tells of it, until all of them have ended.
+
     If this fails, or is cancelled because the client has disconnected, all of them are aborted.
 
     Raises:
         StepFailed: The engine could not compute one of them.
     """
+    merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    def listener(index: int) -> Listener:
+        return lambda *event: merged.put_nowait((index, event))
+
+    running = len(requests)
     try:
-        watched = [await _watch(loaded.engine, single) for single in requests]
-        answers = []
-        for events in watched:
-            event = await events.get()
-            while event[2] is None:
-                event = await events.get()
-            sequence, count, finish, version = event
-            _check_step(finish)
-            answers.append(build_answer(sequence, loaded.detokenizer, version, count, finish))
-        return answers
-    except BaseException:
-        _abandon(loaded.engine, requests)
-        raise
-
-
-async def _watch(engine: Generates, single: GenerateRequest) -> asyncio.Queue[Event]:
-    events: asyncio.Queue[Event] = asyncio.Queue()
-    await engine.submit(single, lambda *event: events.put_nowait(event))
-    return events
-
-
-def _check_step(finish: FinishReason | None) -> None:
-    if finish is not None and finish.get("status_code"):
-        raise StepFailed(finish["message"])
+        for index, single in enumerate(requests):
+            await engine.submit(single, listener(index))
+        while running:
+            index, progress = await merged.get()
+            finish = progress[2]
+            if finish is not None and finish.get("status_code"):
+                raise StepFailed(finish["message"])
+            running -= finish is not None
+            yield index, progress
+    finally:
+        if running:
+            _abandon(engine, requests)
 
 
 class _Pieces:
@@ -160,9 +169,8 @@ class _Pieces:
         self.told = 0
         self.text: StreamedText | None = None
 
-    def next(self, event: Event) -> Answer:
-        sequence, count, finish, version = event
-        _check_step(finish)
+    def next(self, progress: Event) -> Answer:
+        sequence, count, finish, version = progress
         self.text = self.text or StreamedText(self.detokenizer, sequence)
         start = self.told
         self.told = count
@@ -195,26 +203,11 @@ async def answers_as_they_come(
     """Yield the index of a request and a response with its new tokens, after each step that adds
     tokens.
     """
-    merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-
-    def listener(index: int) -> Listener:
-        return lambda *event: merged.put_nowait((index, event))
-
-    done = False
     pieces = [_Pieces(loaded) for _ in requests]
-    try:
-        for index, single in enumerate(requests):
-            single.stream = True
-            await loaded.engine.submit(single, listener(index))
-        running = len(requests)
-        while running:
-            index, event = await merged.get()
-            running -= event[2] is not None
-            yield index, pieces[index].next(event)
-        done = True
-    finally:
-        if not done:
-            _abandon(loaded.engine, requests)
+    for single in requests:
+        single.stream = True
+    async for index, progress in _events(loaded.engine, requests):
+        yield index, pieces[index].next(progress)
 
 
 async def send_events(

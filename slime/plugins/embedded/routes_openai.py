@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from aiohttp import web
 
 from slime.plugins.embedded.protocol import (
-    CONSTRAINTS,
     SAMPLING_CHECKS,
     GenerateBody,
     parse_generate,
@@ -50,7 +49,7 @@ Kind = Literal["chat.completion", "text_completion"]
 routes = web.RouteTableDef()
 _OTHER_NAMES = {"max_new_tokens", "min_new_tokens", "sampling_seed"}
 _SAMPLING = SAMPLING_CHECKS.keys() - _OTHER_NAMES
-_NOT_SUPPORTED = (*CONSTRAINTS, "echo", "suffix")
+_NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "echo", "suffix")
 
 
 @routes.post("/v1/chat/completions")

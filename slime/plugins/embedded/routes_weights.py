@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from slime.config.hooks import load_function
 from slime.plugins.embedded import adapters
-from slime.plugins.embedded.served import LOADED, WeightError, outcome
+from slime.plugins.embedded.served import LOADED, WeightError, engine_of, outcome
 from slime.plugins.embedded.tensor_wire import (
     GROUP_TIMEOUT,
     announced,
@@ -54,7 +54,7 @@ GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
 
 @routes.post("/begin_weight_update")
 async def begin_weight_update(request: web.Request) -> web.Response:
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     opened = await engine.call(engine.begin_update)
     return outcome(
         opened,
@@ -64,7 +64,7 @@ async def begin_weight_update(request: web.Request) -> web.Response:
 
 @routes.post("/end_weight_update")
 async def end_weight_update(request: web.Request) -> web.Response:
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     closed = await engine.call(engine.end_update)
     return outcome(
         closed, "Success" if closed else "no weight update is open; call /begin_weight_update first"
@@ -72,7 +72,7 @@ async def end_weight_update(request: web.Request) -> web.Response:
 
 
 def _require_open(request: web.Request) -> None:
-    if "update" not in request.app[LOADED].engine.halted:
+    if "update" not in engine_of(request).halted:
         raise WeightError(
             f"{request.path} must be called between /begin_weight_update and /end_weight_update"
         )
@@ -96,8 +96,8 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     )
     version = take(body, "weight_version", _NAME, None)
     _require_open(request)
-    engine = request.app[LOADED].engine
-    weights = request.app[LOADED].engine.weights
+    engine = engine_of(request)
+    weights = engine.weights
 
     def write() -> None:
         if published is not None:
@@ -187,7 +187,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
             "first"
         )
     _require_open(request)
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
 
     # On the model's thread, between two steps.
     def write() -> int:
@@ -225,7 +225,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     body = await body_of(request)
     folder = Path(need(body, "model_path", _path))
     version = take(body, "weight_version", _NAME, None)
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
 
     def write() -> int:
         return engine.weights.load_folder(folder)
@@ -239,7 +239,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 async def update_weight_version(request: web.Request) -> web.Response:
     body = await body_of(request)
     version = need(body, "new_version", _NAME)
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     if take(body, "abort_all_requests", truth, True):
         await engine.call(engine.abort, None)
     await engine.call(engine.rename_version, version)
@@ -248,13 +248,13 @@ async def update_weight_version(request: web.Request) -> web.Response:
 
 @routes.get("/get_weight_version")
 async def get_weight_version(request: web.Request) -> web.Response:
-    return json_answer({"weight_version": request.app[LOADED].engine.scheduler.weight_version})
+    return json_answer({"weight_version": engine_of(request).scheduler.weight_version})
 
 
 @routes.post("/get_weights_by_name")
 async def get_weights_by_name(request: web.Request) -> web.Response:
     body = await body_of(request)
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     name = need(body, "name", _NAME)
     most = take(body, "truncate_size", whole(0, 2**20), 100)
     return json_answer(await engine.call(engine.weights.get, name, most))
@@ -268,7 +268,7 @@ async def weights_checker(request: web.Request) -> web.Response:
     overwrites the tensors, and after the update ``compare`` compares them with the copy.
     """
     action = take(await body_of(request), "action", one_of(*ACTIONS), "checksum")
-    engine = request.app[LOADED].engine
+    engine = engine_of(request)
     weights = engine.weights
     if action == "checksum":
         checksums = await engine.call(weights.checksums)

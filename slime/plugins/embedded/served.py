@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 from aiohttp import web
 
 from slime.plugins.embedded.sequence import Detokenizer, FinishReason, Sequence
-from slime.plugins.http.server import Refused, json_answer
+from slime.plugins.http.server import SERVING, Refused, json_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime.plugins.embedded.engine import Engine
     from slime.plugins.embedded.images import ImageReader
     from slime.plugins.embedded.loading import Loaded
     from slime.plugins.embedded.protocol import GenerateRequest
@@ -88,6 +89,14 @@ class Served(Protocol):
 SERVED: web.AppKey[Served] = web.AppKey("served")
 """The engine of an application."""
 LOADED: web.AppKey[Loaded] = web.AppKey("loaded")
+
+
+def engine_of(request: web.Request) -> Engine:
+    return request.app[LOADED].engine
+
+
+ENGINES_SERVING = SERVING | {"keepalive_timeout": 3600.0}
+"""How aiohttp serves an engine: its clients and routers close idle connections, not the engine."""
 
 
 class WeightError(Refused, ValueError):

@@ -31,7 +31,7 @@ from slime.engines.process import (
     without_proxy,
 )
 from slime.models.cpu_memory import large_imports, set_compute_variables
-from slime.plugins.http.server import SERVING
+from slime.plugins.embedded.served import ENGINES_SERVING
 
 
 def start(
@@ -62,23 +62,14 @@ def start_embedded_engine(
     port = free_port(host)
     # The server watches this process and ends with it.
     command = [*module_command("slime.plugins.embedded.server"), "--parent-pid", str(os.getpid())]
-    command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
     # Options that are None have the default of the server.
-    options = {
-        "--dtype": settings.dtype,
-        "--device": settings.device,
-        "--max-running-requests": settings.max_running_requests,
-        "--max-total-tokens": settings.max_total_tokens,
-        "--threads": settings.threads,
-        "--kernels": settings.kernels,
-    }
-    for name, value in options.items():
-        if value is not None:
-            command += [name, str(value)]
-    if settings.deterministic:
-        command.append("--deterministic")
-    if settings.trust_remote_code:
-        command.append("--trust-remote-code")
+    for name, value in [*_options(settings).items(), ("threads", settings.threads)]:
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            command += [option] if value else []
+        elif value is not None:
+            command += [option, str(value)]
+    command += ["--host", host, "--port", str(port)]
     # Keys are in the environment, which other users cannot read.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     env |= without_proxy(settings.model, host) | settings.keys.environment()
@@ -87,6 +78,20 @@ def start_embedded_engine(
     url = f"http://{host}:{port}"
     send_key(url, settings.keys)
     return EngineProcess(f"embedded engine {index}", command, url, log_path, env)
+
+
+def _options(settings: EngineSettings) -> dict[str, str | int | bool | None]:
+    """Return the options about the model, as EngineOptions and the command line name them."""
+    return {
+        "model_path": settings.model,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "max_running_requests": settings.max_running_requests,
+        "max_total_tokens": settings.max_total_tokens,
+        "deterministic": settings.deterministic,
+        "trust_remote_code": settings.trust_remote_code,
+        "kernels": settings.kernels,
+    }
 
 
 HOST = "127.0.0.1"
@@ -150,19 +155,9 @@ class EngineThread:
             if settings.threads:
                 # of the model thread, which has computed nothing so far
                 torch.set_num_threads(settings.threads)
-            options = EngineOptions.of(
-                model_path=settings.model,
-                dtype=settings.dtype,
-                device=settings.device,
-                max_running_requests=settings.max_running_requests,
-                max_total_tokens=settings.max_total_tokens,
-                deterministic=settings.deterministic,
-                trust_remote_code=settings.trust_remote_code,
-                kernels=settings.kernels,
-            )
-            loaded = load_engine(options)
+            loaded = load_engine(EngineOptions.of(**_options(settings)))
         # Serve it: to clients of this process without a port, and on a port if asked.
-        runner = web.AppRunner(make_app(loaded, self.host, settings.keys), **SERVING)
+        runner = web.AppRunner(make_app(loaded, self.host, settings.keys), **ENGINES_SERVING)
         await runner.setup()
         self._stop = asyncio.Event()
         try:
@@ -280,7 +275,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> None:
     with large_imports():
         import torch
-        from aiohttp import web
 
         from slime.plugins.embedded.app import make_app
         from slime.plugins.embedded.loading import EngineOptions, load_engine
@@ -301,7 +295,7 @@ def _serve(options: argparse.Namespace, keys: ServerKeys, started: float) -> Non
         logging.getLogger(__name__).info("ready after %.1f s", time.perf_counter() - started)
 
     app.on_startup.append(announce)
-    web.run_app(app, host=options.host, port=options.port, print=None, **SERVING)
+    web.run_app(app, host=options.host, port=options.port, print=None, **ENGINES_SERVING)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ SERVING: dict[str, Any] = {
     "access_log": None,
     "shutdown_timeout": 0.2,
     "handler_cancellation": True,
-    "keepalive_timeout": 3600.0,
     "auto_decompress": False,
 }
 """How aiohttp serves an application."""
@@ -287,14 +286,16 @@ def whole(low: int, high: int, rule: str = "") -> Check[int]:
     return check
 
 
-def number(inside: Callable[[float], bool], rule: str) -> Check[float]:
-    """Return a check for a finite number for which ``inside`` is true. The result is a float."""
+def number(low: float, high: float, above: bool = False) -> Check[float]:
+    """Return a check for a number in ``[low, high]``, or with ``above`` in ``(low, high]``. The result
+    is a float.
+    """
+    rule = f"must be a number {'above' if above else 'from'} {low:g} to {high:g}"
 
     def check(value: object, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise refuse(name, rule, value)
-        # Also without NaN and infinity, and without integers beyond a float's range.
-        if not abs(value) <= 1e300 or not inside(value):
+        if not low <= value <= high or (above and value == low):
             raise refuse(name, rule, value)
         return float(value)
 

@@ -44,7 +44,7 @@ from slime.plugins.serve.trainer import STATE, checked_name
 
 MOST = 2**53
 COUNT = whole(0, MOST)
-SIZE = number(lambda value: value >= 0, "must be finite and not negative")
+SIZE = number(0, MOST)
 POLL_SECONDS = 25.0
 SILENT_SECONDS = 900
 """After so long without a heartbeat, a model makes room for a new one of its tenant."""
@@ -101,20 +101,21 @@ async def healthz(request: web.Request) -> web.Response:
     return json_answer({"status": "ok"})
 
 
-@_post("/client/config")
-async def client_config(state: State, tenant: str, body: dict[str, Any]) -> Any:
+_FIXED = {
     # Custom losses are computed by the client; requests come uncompressed.
-    return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
+    "/client/config": {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False},
+    "/client/dynamic_config": {"refresh_interval_sec": 3600},
+    "/telemetry": {"status": "accepted"},  # and not read
+}
+"""The requests that always have the same answer."""
 
 
-@_post("/client/dynamic_config")
-async def client_dynamic_config(state: State, tenant: str, body: dict[str, Any]) -> Any:
-    return {"refresh_interval_sec": 3600}
+async def _fixed(request: web.Request) -> web.Response:
+    return json_answer(_FIXED[request.path.removeprefix(PREFIX)])
 
 
-@_post("/telemetry")
-async def telemetry(state: State, tenant: str, body: dict[str, Any]) -> Any:
-    return {"status": "accepted"}  # and not read
+for _path in _FIXED:
+    routes.post(PREFIX + _path)(_fixed)
 
 
 @routes.get(PREFIX + "/get_server_capabilities")

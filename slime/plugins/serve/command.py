@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -18,6 +16,10 @@ from slime.config.lora import PROJECTIONS
 from slime.plugins.serve.limits import Limits
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiohttp import web
+
     from slime.api.session import Session
 
 LOG = "log.jsonl"
@@ -122,8 +124,11 @@ def _add_tenants(serve: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the server until it is stopped."""
+    from aiohttp import web
+
     from slime.api.session import Session
     from slime.config.parser import ConfigError
+    from slime.plugins.http.server import SERVING
 
     folder = options.state.absolute()
     if options.replay and not (folder / LOG).is_file():
@@ -157,7 +162,9 @@ def run(options: argparse.Namespace) -> int:
     with session:
         if listener is None:
             return _replay(session, folder)
-        asyncio.run(_serve(session, options, listener, folder, keys, limits, teachers))
+        address = listener.getsockname()[:2]
+        app = _app(session, options, address, folder, keys, limits, teachers)
+        web.run_app(app, sock=listener, print=None, **SERVING)
     return 0
 
 
@@ -217,17 +224,16 @@ def _tenants(options: argparse.Namespace, folder: Path) -> tuple[dict[str, str],
     return keys, {name: Limits.of(name, entry, most) for name, entry in entries.items()}
 
 
-async def _serve(
+async def _app(
     session: Session,
     options: argparse.Namespace,
-    listener: socket.socket,
+    address: tuple[str, int],
     folder: Path,
     keys: dict[str, str],
     limits: dict[str, Limits],
     teachers: dict[str, str],
-) -> None:
-    from aiohttp import web
-
+) -> web.Application:
+    """Return the server, which goes on where an earlier process was."""
     from slime.plugins.serve.app import make_app
     from slime.plugins.serve.log import compact
     from slime.plugins.serve.state import State
@@ -239,16 +245,14 @@ async def _serve(
     state = State(session, folder, limits, teachers)
     await state.recover()
     app = make_app(state, keys, secrets.token_bytes(32))
-    runner = web.AppRunner(app, auto_decompress=False, access_log=None)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
-    host, port = runner.addresses[0][:2]
     key = next(iter(keys.values())) if options.keys is None else "the key of a tenant"
-    print(f"ready: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await stopped.wait()
-    print("slime serve: stopping", file=sys.stderr)
-    await runner.cleanup()
-    await state.close()
+    host, port = address
+
+    async def served(app: web.Application) -> AsyncIterator[None]:
+        print(f"ready: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}", flush=True)
+        yield
+        print("slime serve: stopping", file=sys.stderr)
+        await state.close()
+
+    app.cleanup_ctx.append(served)
+    return app

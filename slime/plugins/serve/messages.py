@@ -1,139 +1,74 @@
-"""What the API's bodies say, as slime's data, and slime's results as the API's answers; in JSON, or in
-the wire format of protocol buffers, as far as the API's messages need it.
-
-Source of the format: https://protobuf.dev/programming-guides/encoding/. A message is read as the
-values of its fields by number; who knows the message says what they mean.
+"""What the API's bodies say, as slime's data, and slime's results as the API's answers; in JSON, or as
+protocol buffers.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessages
 
 from slime.algorithms.token_losses import TOKEN_LOSSES
 from slime.data.datum import Datum
 from slime.plugins.http.server import BadRequest, json_object, list_of, take, whole
 
-Value = int | bytes
-"""A number, or the bytes of a string, a message, or a number of fixed size."""
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "Text": {"tokens": (1, "bytes")},
+    "Chunk": {"encoded_text": (1, "Text")},
+    "Tensor": {"dense": (1, "bytes"), "dtype": (3, "int32"), "shape": (4, "int64*")},
+    "Input": {"key": (1, "string"), "value": (2, "Tensor")},
+    "Datum": {"model_input": (1, "Chunk*"), "loss_fn_inputs": (2, "Input*")},
+    "Number": {"key": (1, "string"), "value": (2, "double")},
+    "Value": {"number": (1, "double")},
+    "Option": {"key": (1, "string"), "value": (2, "Value")},
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int64"),
+        "data": (3, "Datum*"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "Number*"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "Option*"),
+    },
+    "Tensors": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
+    "Field": {"key": (1, "string"), "value": (2, "Tensors")},
+    "Record": {"type_tag": (1, "string"), "fields": (2, "Field*"), "num_datums": (3, "int32")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "Record*"),
+        "metrics": (3, "Number*"),
+    },
+    "Sequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
+    "SampleResponse": {"sequences": (1, "Sequence*"), "prompt_logprobs": (2, "bytes")},
+}
+"""The number and the type of the fields of the API's messages, as far as they are read and written.
+A type with a star is repeated; a map is a repeated message of key and value.
+"""
 
 
-class Malformed(BadRequest):
-    """Bytes that are no message."""
+def _classes() -> dict[str, Any]:
+    """Return the classes of the messages, by name."""
+    file = FileDescriptorProto(name="slime/serve.proto", package="slime")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            is_message = kind[0].isupper()
+            message.field.add(
+                name=field,
+                number=number,
+                label="LABEL_REPEATED" if kind.endswith("*") else "LABEL_OPTIONAL",
+                type="TYPE_MESSAGE" if is_message else f"TYPE_{kind.rstrip('*').upper()}",
+                type_name=f".slime.{kind.rstrip('*')}" if is_message else None,
+            )
+    return {name.removeprefix("slime."): made for name, made in GetMessages([file]).items()}
 
 
-def parse(data: bytes) -> dict[int, list[Value]]:
-    """Return the values of each field, in their order.
-
-    Raises:
-        Malformed: The bytes are no message.
-    """
-    found: dict[int, list[Value]] = {}
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        number = key >> 3
-        kind = key & 7
-        value: Value
-        if kind == 0:
-            value, position = _varint(data, position)
-        elif kind in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(kind, 0)
-            if kind == 2:
-                size, position = _varint(data, position)
-            value = data[position : position + size]
-            position += size
-            if position > len(data):
-                raise Malformed("a field is longer than its message")
-        else:
-            raise Malformed(f"a field has the unknown wire type {kind}")
-        if number == 0:
-            raise Malformed("a field has the number 0")
-        found.setdefault(number, []).append(value)
-    return found
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if position >= len(data):
-            raise Malformed("a number ends too early")
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & (2**64 - 1), position
-    raise Malformed("a number has more than ten bytes")
-
-
-def message(value: Value | None) -> dict[int, list[Value]]:
-    """Return the fields of a message in a field; no value is an empty message."""
-    return {} if value is None else parse(raw(value))
-
-
-def raw(value: Value | None) -> bytes:
-    """Return the bytes of a field; no value is empty."""
-    if value is None:
-        return b""
-    if isinstance(value, int):
-        raise Malformed("a field is a number, but should have bytes")
-    return value
-
-
-def text(value: Value | None) -> str:
-    """Return the text of a field."""
-    try:
-        return raw(value).decode()
-    except UnicodeDecodeError as error:
-        raise Malformed("a text is not UTF-8") from error
-
-
-def integer(value: Value | None) -> int:
-    """Return the number of a field, which may be negative; no value is 0."""
-    if value is None:
-        return 0
-    if isinstance(value, bytes):
-        raise Malformed("a field has bytes, but should be a number")
-    return value - 2**64 if value >= 2**63 else value
-
-
-def double(value: Value | None) -> float:
-    """Return the double of a field; no value is 0."""
-    data = raw(value)
-    if value is not None and len(data) != 8:
-        raise Malformed("a double has eight bytes")
-    return struct.unpack("<d", data)[0] if data else 0.0
-
-
-def last(fields: dict[int, list[Value]], number: int) -> Value | None:
-    """Return the value of a field that occurs once: as everywhere, the last one counts."""
-    return fields[number][-1] if number in fields else None
-
-
-def field(number: int, value: int | float | bytes | str) -> bytes:
-    """Return a field: a varint, a double, or bytes."""
-    if isinstance(value, float):
-        return _encoded(number << 3 | 1) + struct.pack("<d", value)
-    if isinstance(value, int):
-        return _encoded(number << 3) + _encoded(value)
-    data = value.encode() if isinstance(value, str) else value
-    return _encoded(number << 3 | 2) + _encoded(len(data)) + data
-
-
-def _encoded(value: int) -> bytes:
-    value &= 2**64 - 1
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
+CLASSES = _classes()
 _FLOAT = 1
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 """The numpy dtypes of the dtypes of a tensor."""
@@ -161,21 +96,19 @@ def read_batch(body: bytes) -> Batch:
 
     Raises:
         BadRequest: A field has a wrong value, or the server does not compute what it asks for.
-        Malformed: The body is no message.
     """
-    fields = parse(body)
-    options = {
-        text(last(pair, 1)): double(last(pair, 2)) for pair in map(message, fields.get(5, []))
-    }
-    for pair in map(message, fields.get(7, [])):
-        name = text(last(pair, 1))
-        value = message(last(pair, 2))
-        if 1 not in value:
+    try:
+        request = CLASSES["ForwardBackwardRequest"].FromString(body)
+    except DecodeError as error:
+        raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from error
+    options = {option.key: option.value for option in request.loss_fn_config}
+    for option in request.loss_fn_config_v2:
+        if not option.value.HasField("number"):
             raise BadRequest(
-                f"loss_fn_config {name!r} is a text, but this server takes only numbers"
+                f"loss_fn_config {option.key!r} is a text, but this server takes only numbers"
             )
-        options[name] = double(last(value, 1))
-    loss = text(last(fields, 4))
+        options[option.key] = option.value.number
+    loss = request.loss_fn
     if loss not in TOKEN_LOSSES:
         raise BadRequest(
             f"the loss {loss!r} is not served; these are: {', '.join(TOKEN_LOSSES)}, and functions "
@@ -183,14 +116,13 @@ def read_batch(body: bytes) -> Batch:
         )
     if wrong := sorted(options.keys() - TOKEN_LOSSES[loss][1].keys()):
         raise BadRequest(f"the loss {loss} has no {', '.join(wrong)} in loss_fn_config")
-    data = [_datum(message(value), place, loss) for place, value in enumerate(fields.get(3, []))]
+    data = [_datum(one, place, loss) for place, one in enumerate(request.data)]
     if not data:
         raise BadRequest("there are no data")
-    learns = not integer(last(fields, 6))
-    return Batch(text(last(fields, 1)), integer(last(fields, 2)), loss, options, data, learns)
+    return Batch(request.model_id, request.seq_id, loss, options, data, not request.forward_only)
 
 
-def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
+def _datum(given: Message, place: int, loss: str) -> Datum:
     """Return a datum, whose scored tokens are all but the first.
 
     The API gives inputs and targets of the same length. slime scores each token of one sequence
@@ -198,14 +130,11 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
     """
     where = f"datum {place}"
     inputs: list[int] = []
-    for chunk in map(message, fields.get(1, [])):
-        if 1 not in chunk:
+    for chunk in given.model_input:
+        if not chunk.HasField("encoded_text"):
             raise BadRequest(f"{where} has an image or audio, which this server does not train on")
-        inputs += _numbers(raw(last(message(last(chunk, 1)), 1)), "<i4", where)
-    tensors = {
-        text(last(pair, 1)): _tensor(message(last(pair, 2)), where)
-        for pair in map(message, fields.get(2, []))
-    }
+        inputs += _numbers(chunk.encoded_text.tokens, "<i4", where)
+    tensors = {one.key: _tensor(one.value, where) for one in given.loss_fn_inputs}
     targets = tensors.pop("target_tokens", None)
     if targets is None:
         raise BadRequest(f"{where} has no target_tokens")
@@ -239,17 +168,13 @@ def _datum(fields: dict[int, list[Value]], place: int, loss: str) -> Datum:
     return datum
 
 
-def _tensor(fields: dict[int, list[Value]], where: str) -> list[float]:
-    # the sizes, packed or not: the last byte of a varint is below 128
-    dimensions = sum(
-        1 if isinstance(one, int) else sum(byte < 128 for byte in one) for one in fields.get(4, [])
-    )
-    if 1 not in fields or dimensions > 1:
+def _tensor(given: Message, where: str) -> list[float]:
+    if not given.HasField("dense") or len(given.shape) > 1:
         raise BadRequest(f"{where} has a sparse tensor or one of several dimensions: not served")
-    dtype = _DTYPES.get(integer(last(fields, 3)))
+    dtype = _DTYPES.get(given.dtype)
     if dtype is None:
         raise BadRequest(f"{where} has a tensor of an unknown dtype")
-    return _numbers(raw(last(fields, 1)), dtype, where)
+    return _numbers(given.dense, dtype, where)
 
 
 def _numbers(data: bytes, dtype: str, where: str) -> list[Any]:
@@ -262,36 +187,41 @@ def _numbers(data: bytes, dtype: str, where: str) -> list[Any]:
 def batch_answer(metrics: Mapping[str, float], log_probs: Sequence[np.ndarray]) -> bytes:
     """Return a ``ForwardBackwardOutput`` with the log-probs of each datum, float32."""
     sizes = np.cumsum([0, *(4 * len(x) for x in log_probs)])
-    tensor = (
-        field(1, np.concatenate(log_probs).astype("<f4").tobytes())
-        + field(2, sizes.astype("<i8").tobytes())
-        + field(3, _FLOAT)
+    tensors = {
+        "data": np.concatenate(log_probs).astype("<f4").tobytes(),
+        "offsets": sizes.astype("<i8").tobytes(),
+        "dtype": _FLOAT,
+    }
+    kind = "TorchLossReturn"
+    record = {
+        "type_tag": kind,
+        "fields": [{"key": "logprobs", "value": tensors}],
+        "num_datums": len(log_probs),
+    }
+    sums = [{"key": f"{name}:sum", "value": value} for name, value in metrics.items()]
+    made = CLASSES["ForwardBackwardOutput"](
+        loss_fn_output_type=kind, loss_fn_outputs=[record], metrics=sums
     )
-    entry = field(1, "logprobs") + field(2, tensor)
-    record = field(1, "TorchLossReturn") + field(2, entry) + field(3, len(log_probs))
-    sums = b"".join(
-        field(3, field(1, f"{name}:sum") + field(2, float(value)))
-        for name, value in metrics.items()
-    )
-    return field(1, "TorchLossReturn") + field(2, record) + sums
+    return bytes(made.SerializeToString())
 
 
 def sample_answer(answers: Sequence[Mapping[str, Any]], with_prompt: bool) -> bytes:
     """Return a ``SampleResponse`` of the engine's answers to one prompt."""
-    found = b""
+    made = CLASSES["SampleResponse"]()
     for answer in answers:
         scored = answer["meta_info"]["output_token_logprobs"]
         ended = answer["meta_info"]["finish_reason"]
-        sequence = b"" if ended["type"] == "stop" else field(1, 1)
-        sequence += field(2, np.array([one[1] for one in scored], "<i4").tobytes())
-        sequence += field(3, np.array([one[0] for one in scored], "<f4").tobytes())
-        found += field(1, sequence)
+        made.sequences.add(
+            stop_reason=None if ended["type"] == "stop" else 1,
+            tokens=np.array([one[1] for one in scored], "<i4").tobytes(),
+            logprobs=np.array([one[0] for one in scored], "<f4").tobytes(),
+        )
     if with_prompt:
         read = answers[0]["meta_info"]["input_token_logprobs"]
         # the first token has no log-prob, which the API tells as NaN
         values = [np.nan if one[0] is None else one[0] for one in read]
-        found += field(2, np.array(values, "<f4").tobytes())
-    return found
+        made.prompt_logprobs = np.array(values, "<f4").tobytes()
+    return bytes(made.SerializeToString())
 
 
 def sampling_body(request: Mapping[str, Any], adapter: str | None, seed: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from slime.plugins.http.server import BadRequest, body_of, json_answer
+from slime.plugins.http.server import BadRequest, Refused, body_of, json_answer
 from slime.plugins.serve.log import Record
 from slime.plugins.serve.state import State, Unknown
 
@@ -42,7 +42,7 @@ def tenants(keys: dict[str, str]) -> Middleware:
                 tenant = name
         open_paths = (f"{PREFIX}/healthz", f"{PREFIX}/files/")
         if not tenant and not request.path.startswith(open_paths):
-            raise BadRequest("X-API-Key is not the key of a tenant of this server", 401)
+            raise Refused("X-API-Key is not the key of a tenant of this server", 401)
         request[TENANT] = tenant
         return await handler(request)
 

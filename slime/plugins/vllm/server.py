@@ -22,8 +22,8 @@ from vllm.version import __version__
 from slime.engines.keys import ServerKeys
 from slime.plugins.embedded import routes_generate, routes_openai
 from slime.plugins.embedded.sequence import Detokenizer
-from slime.plugins.embedded.served import SERVED
-from slime.plugins.http.server import MOST_BYTES, SERVING, errors_as_json, request_guard
+from slime.plugins.embedded.served import ENGINES_SERVING, SERVED
+from slime.plugins.http.server import MOST_BYTES, errors_as_json, request_guard
 from slime.plugins.vllm.engine import Loaded, VllmEngine
 from slime.plugins.vllm.options import SUPPORTED
 from slime.plugins.vllm.routes import VLLM, routes
@@ -43,7 +43,7 @@ def main() -> None:
     engine_args = AsyncEngineArgs.from_cli_args(options)
     engine_args.worker_extension_cls = WORKER
     app = make_app(engine_args, options.host, keys)
-    web.run_app(app, host=options.host, port=options.port, print=None, **SERVING)
+    web.run_app(app, host=options.host, port=options.port, print=None, **ENGINES_SERVING)
 
 
 def make_app(engine_args: AsyncEngineArgs, host: str, keys: ServerKeys) -> web.Application:

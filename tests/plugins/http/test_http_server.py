@@ -29,7 +29,7 @@ from slime.plugins.http.server import (
 )
 
 COUNT = whole(0, 10)
-HALF = number(lambda value: value < 0.5, "must be below 0.5")
+HALF = number(-10, 0.5, above=True)
 NAMES = list_of(string(3), most=2, least=1)
 READ: list[tuple[Check[Any], Any, Any]] = [
     (COUNT, 10, 10),
@@ -46,7 +46,8 @@ REFUSED: list[tuple[Check[Any], Any, str]] = [
     (COUNT, 11, "^x must be a whole number from 0 to 10, got 11$"),
     (COUNT, True, "^x must"),
     (COUNT, 0.5, "^x must"),
-    (HALF, 0.5, "^x must be below 0.5"),
+    (HALF, 0.6, "^x must be a number above -10 to 0.5, got 0.6$"),
+    (HALF, -10, "^x must"),
     (HALF, -(10**400), "^x must"),
     (HALF, float("nan"), "^x must"),
     (HALF, False, "^x must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,11 +19,70 @@ from slime.api.session import Session
 from slime.engines.http import close_session
 from slime.plugins.serve.app import make_app
 from slime.plugins.serve.limits import Limits
-from slime.plugins.serve.messages import field, last, message, parse, raw
 from slime.plugins.serve.state import State
 
 KEYS = {"alice": "tml-alice", "bob": "tml-bob"}
 WORDS = [5, 9, 9, 30, 4, 17]
+
+
+# --- the wire format, by hand ---
+
+
+def parse(data: bytes | None) -> dict[int, list[Any]]:
+    """The values of each field of a message: numbers, or bytes."""
+    data = data or b""
+    found: dict[int, list[Any]] = {}
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        if key & 7 == 0:
+            value, position = _varint(data, position)
+        else:
+            size = {1: 8, 5: 4}.get(key & 7, 0)
+            if key & 7 == 2:
+                size, position = _varint(data, position)
+            value = data[position : position + size]
+            position += size
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+
+
+def last(fields: dict[int, list[Any]], number: int) -> Any:
+    """The value of a field that occurs once; None if it is not there."""
+    return fields[number][-1] if number in fields else None
+
+
+def field(number: int, value: int | float | bytes | str) -> bytes:
+    """A field: a varint, a double, or bytes."""
+    if isinstance(value, float):
+        return _encoded(number << 3 | 1) + struct.pack("<d", value)
+    if isinstance(value, int):
+        return _encoded(number << 3) + _encoded(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _encoded(number << 3 | 2) + _encoded(len(data)) + data
+
+
+def _encoded(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+# --- the server ---
 
 
 class Client:
@@ -114,13 +174,13 @@ def batch(
 
 def loss_of(answer: bytes) -> float:
     """The loss in a ``ForwardBackwardOutput``."""
-    entry = message(last(parse(answer), 3))
-    return float(np.frombuffer(raw(last(entry, 2)), "<f8")[0])
+    entry = parse(last(parse(answer), 3))
+    return float(np.frombuffer(last(entry, 2), "<f8")[0])
 
 
 def log_probs_of(answer: bytes) -> list[float]:
     """The log-probs in a ``ForwardBackwardOutput``."""
-    record = message(last(parse(answer), 2))
-    tensor = message(last(message(last(record, 2)), 2))
-    numbers: list[float] = np.frombuffer(raw(last(tensor, 1)), "<f4").tolist()
+    record = parse(last(parse(answer), 2))
+    tensor = parse(last(parse(last(record, 2)), 2))
+    numbers: list[float] = np.frombuffer(last(tensor, 1), "<f4").tolist()
     return numbers

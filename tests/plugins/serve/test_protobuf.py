@@ -1,39 +1,18 @@
-"""The wire format, beside bytes worked by hand, and bytes that are no message."""
+"""Bodies and answers, beside bytes worked by hand, and bytes that are no message."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serve_parts import batch, datum
+from serve_parts import batch, datum, field
 
 from slime.plugins.http.server import BadRequest
-from slime.plugins.serve.messages import (
-    Malformed,
-    double,
-    field,
-    integer,
-    last,
-    message,
-    parse,
-    read_batch,
-    sampling_body,
-    text,
-)
-
-
-def test_fields_are_those_of_the_encoding() -> None:
-    # the examples of https://protobuf.dev/programming-guides/encoding/
-    assert field(1, 150) == b"\x08\x96\x01"
-    assert field(2, "testing") == b"\x12\x07testing"
-    assert field(3, field(1, 150)) == b"\x1a\x03\x08\x96\x01"
-    assert field(1, -2) == b"\x08\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01"
-    found = parse(field(1, -2) + field(2, "a") + field(3, 0.5) + field(2, "b"))
-    assert integer(last(found, 1)) == -2 and double(last(found, 3)) == 0.5
-    assert [text(one) for one in found[2]] == ["a", "b"] and text(last(found, 2)) == "b"
-    assert (integer(last(found, 9)), text(last(found, 9)), message(last(found, 9))) == (0, "", {})
+from slime.plugins.serve.messages import batch_answer, read_batch, sample_answer, sampling_body
 
 
 @pytest.mark.parametrize(
@@ -41,15 +20,36 @@ def test_fields_are_those_of_the_encoding() -> None:
     [b"\x08", b"\x12\x07test", b"\x0b", b"\x00\x01", b"\x08" + b"\xff" * 11, b"\x0d\x01"],
 )
 def test_what_is_no_message_is_told(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        parse(data)
+    with pytest.raises(BadRequest, match="no ForwardBackwardRequest"):
+        read_batch(data)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     for body in (data, batch("m", 1, data), batch("m", 1, datum() + data)):
-        with contextlib.suppress(Malformed, BadRequest):
+        with contextlib.suppress(BadRequest, UnicodeDecodeError):
             read_batch(body)
+
+
+def test_answers_have_the_bytes_of_their_messages() -> None:
+    log_probs = [np.array([-1.0, -2.0], "<f4"), np.array([-3.0], "<f4")]
+    values = field(1, np.array([-1, -2, -3], "<f4").tobytes())
+    values += field(2, np.array([0, 8, 12], "<i8").tobytes()) + field(3, 1)
+    record = field(1, "TorchLossReturn") + field(2, field(1, "logprobs") + field(2, values))
+    metrics = [field(3, field(1, f"{name}:sum") + field(2, 0.5)) for name in ("loss", "kl")]
+    expected = field(1, "TorchLossReturn") + field(2, record + field(3, 2)) + b"".join(metrics)
+    assert batch_answer({"loss": 0.5, "kl": 0.5}, log_probs) == expected
+
+    def answer(end: str) -> dict[str, Any]:
+        meta = {"output_token_logprobs": [[-1.0, 7, None]], "finish_reason": {"type": end}}
+        return {"meta_info": {**meta, "input_token_logprobs": [[None, 3, None], [-0.5, 4, None]]}}
+
+    drawn = field(2, np.array([7], "<i4").tobytes()) + field(3, np.array([-1], "<f4").tobytes())
+    expected = field(1, drawn) + field(1, field(1, 1) + drawn)
+    two = [answer("stop"), answer("length")]
+    assert sample_answer(two, False) == expected
+    read = field(2, np.array([np.nan, -0.5], "<f4").tobytes())
+    assert sample_answer(two, True) == expected + read
 
 
 def test_a_request_becomes_data() -> None:
@@ -73,7 +73,6 @@ def test_a_request_becomes_data() -> None:
 
 
 def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
-    import numpy as np
     from serve_parts import tensor
 
     inputs = field(1, field(1, field(1, np.array([5, 6], "<i4").tobytes())))
@@ -94,7 +93,6 @@ def test_targets_that_are_not_the_next_tokens_are_refused() -> None:
 
 
 def test_tensors_of_two_dimensions_are_refused() -> None:
-    import numpy as np
 
     inputs = field(1, field(1, field(1, np.array([5, 6], "<i4").tobytes())))
     values = field(1, np.array([6, 7], "<i8").tobytes()) + field(3, 2)

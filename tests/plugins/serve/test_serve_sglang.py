@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serve_parts import WORDS, batch, log_probs_of, serving
+from serve_parts import WORDS, batch, last, log_probs_of, parse, serving
 
 from slime.api.session import Session
 from slime.cluster import actors
 from slime.plugins.serve.command import SGLANG_ADAPTERS
-from slime.plugins.serve.messages import last, parse, raw
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -38,7 +37,7 @@ async def test_sglang_samples_with_the_adapter_of_the_sampler(
                 params = {"max_tokens": 4, "temperature": 1.0}
                 more = {"num_samples": 1, "prompt_logprobs": True, "sampling_params": params}
                 answer = await client.do("/asample", {**asked, **more})
-                scored = np.frombuffer(raw(last(parse(answer), 2)), "<f4")[1:].tolist()
+                scored = np.frombuffer(last(parse(answer), 2), "<f4")[1:].tolist()
                 trained = await client.do("/forward_backward", batch(model, 6, forward=True))
     finally:
         actors.use(None)  # later tests of this process use Ray
