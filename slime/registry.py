@@ -15,6 +15,7 @@ function ``parts`` too, and the core's own parts are at the end of this file.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -232,10 +233,20 @@ def _discover() -> None:
 
 def _register_others() -> Iterator[str]:
     for point in entry_points(group=GROUP):
+        before = dict(_parts)
         try:
             point.load()()
+            # What every command line reads is loaded here, so that it fails for this package alone.
+            for part in [part for key, part in _parts.items() if key not in before]:
+                if part.flags is not None:
+                    dataclasses.fields(load(part.flags))
+                if part.kind in ("algorithm", "command"):
+                    load(part.target)
         # the code of another package can raise anything, and must not end every command
         except Exception as error:
+            _parts.clear()
+            _parts.update(before)
+            sections.cache_clear()
             package = point.dist.name if point.dist is not None else point.value
             yield (
                 f"the package {package} cannot register its parts ({point.value}: "

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from slime import registry
+from slime.cli import main
 from slime.config.parser import check_args
 from slime.registry import RegistryError, find, parts, register
+from slime.rollout.rm_hub.reward import reward_of
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,40 @@ def test_a_package_that_cannot_register_is_told_and_stops_nothing(
     assert any("broken_parts" in notice and "KeyError" in notice for notice in args.notices)
     with pytest.raises(RegistryError, match="broken_parts"):
         find("reward", "of_mine")
+
+
+@pytest.mark.parametrize(
+    "parts_of_it",
+    [
+        "register('algorithm', 'mine', 'broken_package.gone:Mine')",
+        "register('reward', 'mine', 'broken_package:R', flags='broken_package.gone:Flags')",
+        "register('reward', 'mine', 'broken_package:R', flags=int)",
+        "register('command', 'mine', 'broken_package:gone')",
+    ],
+)
+def test_what_every_command_line_reads_fails_for_its_package_alone(
+    parts_of_it: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_package.py").write_text(
+        f"from slime.registry import register\ndef parts():\n    {parts_of_it}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_package", raising=False)
+    broken = EntryPoint("mine", "broken_package:parts", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    registry._failed.extend(registry._register_others())
+    assert not any(name == "mine" for _, name in registry._parts)
+    args, problems = check_args(["--rm-type", "math"])
+    assert any("broken_package" in notice for notice in args.notices)
+    main.build_parser()
+    _, problems = check_args(["--rm-type", "mine"])
+    assert any("broken_package" in problem for problem in problems), "why the name is unknown"
+
+
+def test_a_reward_that_is_a_plain_function_is_told() -> None:
+    register("reward", "plain", lambda sample: 1.0)
+    with pytest.raises(TypeError, match=r"'plain': register Reward\(function\)"):
+        reward_of("plain")
 
 
 def test_import_slime_and_the_flags_load_no_plugin_and_no_torch() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import sys
@@ -85,15 +86,17 @@ def parse(keywords: Mapping[str, Any], folder: Path) -> Args:
     from slime.config.parser import ConfigError, check_args
     from slime.data.source import prompt_maker
 
+    # A spawned process, such as a worker of --num-data-workers, imports the file of the program.
+    if hasattr(multiprocessing.current_process(), "_inheriting"):
+        raise RuntimeError(
+            "put this call below if __name__ == '__main__': a process imports its file"
+        )
     # Problems of keywords and those of flags are collected, so that all of them are told at once.
     settings, problems = _settings(keywords, folder)
     words = []
     for name in _FILES:
-        file = settings.pop(name, None)
-        if file is not None and not isinstance(file, str):
-            problems.append(f"{name} is the path of a file, not a {type(file).__name__}")
-        elif file:
-            words.append(f"--{name.replace('_', '-')}={file}")
+        if name in settings:
+            words.append(f"--{name.replace('_', '-')}={settings.pop(name)}")
     # Without a word about it, a run that can be inline is: its start is quicker, and errors are the
     # user's own.
     chooses = "inline" not in settings and not os.environ.get("RAY_ADDRESS")

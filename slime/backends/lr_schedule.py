@@ -134,8 +134,8 @@ def zero_lr_warning(metrics: Mapping[str, float], rollout_id: int, warms_up: boo
     if not idle or (rollout_id == 0 and warms_up):
         return None
     return (
-        f"warning: the learning rate of the {' and the '.join(idle)} was 0 in step {rollout_id}, "
-        "so the step changed no weights: check --lr, --min-lr, --lr-decay-iters and --num-rollout"
+        f"the learning rate of the {' and the '.join(idle)} was 0 in a step, which changed no "
+        "weights: check --lr, --min-lr, --lr-decay-iters and --num-rollout"
     )
 
 

@@ -236,7 +236,7 @@ class EngineFleet:
                         "it and starts it again"
                     )
         for engine in lost:
-            logger.error("engine %d (%s) is lost: %s", engine.index, engine.url, engine.last_words)
+            logger.error(f"engine {engine.index} ({engine.url}) is lost: {engine.last_words}")
         return lost
 
     def end(self, lost: Sequence[Engine], wait: bool = True) -> None:
@@ -268,7 +268,7 @@ class EngineFleet:
         what = engine.lost(reason)
         if not engine.external and engine.hopeless:
             engine.state = "given up"
-            logger.error("%s, %s: it is not started again", what, engine.how_often)
+            logger.error(f"{what}, {engine.how_often}: it is not started again")
         # Only an engine of the same model and role (regular, prefill or decode) can take over its
         # requests. An external engine that is lost cannot be restarted by this run.
         kind = (engine.spec.model, engine.spec.worker_type)
@@ -287,7 +287,7 @@ class EngineFleet:
             self.router.remove_worker(url)
         # The router is dead as well; its restart leaves this engine out.
         except (ServerFailed, OSError) as error:
-            logger.warning("the router could not remove %s: %s", url, error)
+            logger.warning(f"the router could not remove {url}: {error}")
 
     # --- restarts ----------------------------------------------------------------------------
 
@@ -306,13 +306,13 @@ class EngineFleet:
             self._threads.submit(self._restart, engine)
 
     def _restart(self, engine: Engine) -> None:
-        logger.warning("engine %d is started again", engine.index)
+        logger.warning(f"engine {engine.index} is started again")
         try:
             engine.actors = self.launch(engine.index)
             self.wait_ready(engine)
         # Whatever the reason was, the next poll tries again, until it is hopeless.
         except Exception as error:
-            logger.error("engine %d could not be started again: %s", engine.index, error)
+            logger.error(f"engine {engine.index} could not be started again: {error}")
             engine.kill()
             with self.lock:
                 engine.state = "lost"
@@ -321,9 +321,7 @@ class EngineFleet:
             return
         with self.lock:
             engine.state = "unsynced"
-        logger.warning(
-            "engine %d is up again at %s and waits for weights", engine.index, engine.url
-        )
+        logger.warning(f"engine {engine.index} is up again at {engine.url} and waits for weights")
         # No update will come for this engine: the weights of the checkpoint are the current ones.
         if not (self.settings.updated and engine.spec.updates):
             self.synced([engine.url])
@@ -335,7 +333,7 @@ class EngineFleet:
         with self.lock:
             for engine in self.engines:
                 if engine.url in urls and engine.state == "lost":
-                    logger.warning("external engine %s is back and waits for weights", engine.url)
+                    logger.warning(f"external engine {engine.url} is back and waits for weights")
                     engine.state = "unsynced"
 
     def synced(self, urls: Sequence[str]) -> None:
@@ -361,7 +359,7 @@ class EngineFleet:
                 if serves:
                     engine.state = "serving"
             if serves:
-                logger.warning("engine %d (%s) serves", engine.index, url)
+                logger.warning(f"engine {engine.index} ({url}) serves")
             else:
                 self._forget(url)
 
@@ -393,7 +391,7 @@ class EngineFleet:
             if router is None or self.fatal is not None:
                 return
             for model, words in router.dead():
-                logger.error("%s", words)
+                logger.error(words)
                 if not self.settings.tolerant:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
                     return
@@ -408,9 +406,9 @@ class EngineFleet:
                             router.remove_worker(worker.url)
                 # A worker may hang, for example; the health checks find it.
                 except (ServerFailed, OSError) as error:
-                    logger.error("the router could not be started again: %s", error)
+                    logger.error(f"the router could not be started again: {error}")
                     continue
-                logger.warning("the router of %s serves again", model)
+                logger.warning(f"the router of {model} serves again")
 
 
 def _addresses(url: str, models: object) -> dict[str, object]:

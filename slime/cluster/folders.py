@@ -97,7 +97,7 @@ def lock_run(root: Path, name: str) -> FolderLock:
         FolderInUse: That run has not ended.
     """
     return FolderLock(
-        root / RUN_LOCKS / name.replace("/", "-"),
+        root / RUN_LOCKS / name,
         f"the folder {root / name}",
         "give this one another --run-name",
     )

@@ -175,7 +175,7 @@ class HealthMonitor:
             self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
             for url, reason in bad.items():
                 logger.warning(
-                    "engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason
+                    f"engine {url} missed check {self.missed[url]} of {enough}: {reason}"
                 )
             # One missed check may be an accident. Check again soon, so that a dead engine is not
             # noticed much later.
@@ -201,9 +201,7 @@ class HealthMonitor:
         if used < BUSY_SHARE * RETRY_SECONDS:
             return False
         logger.warning(
-            "engine %s: %s, but it was started recently and uses the CPU: it is not lost",
-            url,
-            reason,
+            f"engine {url}: {reason}, but it was started recently and uses the CPU: it is not lost"
         )
         return True
 

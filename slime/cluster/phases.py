@@ -57,7 +57,6 @@ class Run:
     completed: bool = False
     asked: dict[int, Ref[RolloutBatch]] = field(default_factory=dict)
     evaluation: tuple[int, Ref[dict[str, float]]] | None = None
-    _warned_of_zero_lr: bool = False
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate samples with rewards, split over the data-parallel ranks.
@@ -117,10 +116,8 @@ class Run:
             warms_up = bool(
                 args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
             )
-            warning = zero_lr_warning(log.pending, rollout_id, warms_up)
-            if warning and not self._warned_of_zero_lr:
-                self._warned_of_zero_lr = True
-                log.note(warning)
+            if warning := zero_lr_warning(log.pending, rollout_id, warms_up):
+                log.warn([warning])
         # The manager keeps the state of each rollout until it is trained, for snapshots; now it can
         # drop this one.
         self.manager.call(
@@ -224,6 +221,7 @@ class StepLog:
     last_step: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     all_failed: list[bool] = field(default_factory=list)
+    _warned: set[str] = field(default_factory=set)
     _metrics: MetricsLogger | None = None
     _phase: Phase | None = None  # the innermost open phase
     _spans: list[Span] = field(default_factory=list)
@@ -254,13 +252,23 @@ class StepLog:
                 self._phase = outer
 
     def show_status(self, status: Progress) -> None:
-        """Show the status of a process that the driver waits for, beside the open phase."""
+        """Show the status of a process that the driver waits for, beside the open phase, and its
+        warnings, which may be the reason of the wait.
+        """
+        self.warn(status.get("warnings", []))
         if self._phase is not None:
             self._phase.update(status)
 
     def note(self, text: str) -> None:
         """Print a line."""
         self.display.note(text)
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Print those warnings that were not printed before."""
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self.note(f"warning: {warning}")
 
     def record_weights(self, report: UpdateReport) -> None:
         """Write the digest of the weights that the engines hold, if the audit has computed those of
@@ -280,8 +288,7 @@ class StepLog:
         self.pending.update(batch.metrics)
         self.all_failed.append(batch.metrics.get("rollout/failed_ratio") == 1.0)
         self.display.samples(batch.texts)
-        for warning in batch.warnings:
-            self.note(f"warning: {warning}")
+        self.warn(batch.warnings)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log an evaluation of the weights that ``step`` rollouts had trained."""

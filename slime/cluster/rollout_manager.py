@@ -39,7 +39,7 @@ from slime.engines.http import init_http_client, request, take_retries
 from slime.engines.process import exempt_from_proxy
 from slime.observability import progress
 from slime.observability.debug_data import load_rollout, save_rollout
-from slime.observability.files import take_warnings, warn
+from slime.observability.files import take_warnings, untaken_warnings, warn
 from slime.observability.logging_utils import logged_into
 from slime.observability.metrics import write_evaluation
 from slime.observability.samples import KeptTexts, preview, write_samples
@@ -507,7 +507,7 @@ class RolloutManager:
 
     def status(self) -> progress.Progress:
         """What this process is doing; answers while :meth:`generate` runs."""
-        return progress.latest()
+        return {**progress.latest(), "warnings": untaken_warnings()}
 
     def shutdown(self) -> list[str]:
         """Stop router and engines; returns the last warnings of this process when their processes

@@ -344,8 +344,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
                     report = manager.on_engines.remote(EngineFleet.report)
                     note(door().get([report], REPORT_SECONDS)[0])
             with contextlib.suppress(Exception):
-                for warning in door().get([manager.shutdown.remote()], SHUTDOWN_SECONDS)[0]:
-                    note(f"warning: {warning}")
+                parts.log.warn(door().get([manager.shutdown.remote()], SHUTDOWN_SECONDS)[0])
     # What the training ranks hold beyond their processes: shared memory, and process groups with
     # engines.
     for group in parts.groups:

@@ -99,10 +99,12 @@ def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
         ResumeError: With these settings, the prompts would come in a different order.
     """
     begin = parts.begin
-    if begin.snapshot is None or not begin.resumes:
-        return
     args = parts.args
     log = parts.log
+    if args.load and not Path(args.load).exists():
+        log.note(f"--load {args.load} does not exist: the run begins without it")
+    if begin.snapshot is None or not begin.resumes:
+        return
     path = begin.snapshot.path
     trained = begin.snapshot.iteration
     manager.call(
@@ -128,7 +130,7 @@ def restore_rollouts(parts: Parts, manager: ManagerClient) -> None:
         if change := _change_of_schedule(old, LrSchedule.from_args(args), step):
             now["num_rollout"] = f"{args.num_rollout} ({change})"
     if changed := changes(then, now):
-        log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
+        log.note(f"warning: settings that differ from the saved run's: {'; '.join(changed)}")
 
 
 def _change_of_schedule(old: LrSchedule, new: LrSchedule, step: int) -> str | None:

@@ -132,11 +132,7 @@ def build_parser(
         epilog=_EPILOG,
     )
     if add_custom_arguments is not None:
-        returned = add_custom_arguments(parser)
-        if returned is not parser:
-            raise TypeError(
-                f"add_custom_arguments must return the parser that it was given, not {returned!r}"
-            )
+        add_custom_arguments(parser)
     groups = {
         title: parser.add_argument_group(title)
         for title in dict.fromkeys(flag.group for flag in FLAGS.values())
@@ -301,7 +297,7 @@ def parse_args(
 
     Args:
         argv: The words after the program's name. Default: ``sys.argv[1:]``.
-        add_custom_arguments: Adds the user's own arguments to the parser and returns it.
+        add_custom_arguments: Adds the user's own arguments to the parser.
         asynchronous: True in train_async.py.
         extra_checks: Further checks, whose problems are reported together with those of the
             configuration. The caller includes the check of the data files, so the configuration
@@ -354,6 +350,8 @@ def check_args(
     args.notices += no_effect_notice(idle)
     for check in extra_checks:
         problems += check(run)
+    if problems:  # a name may be unknown because its package could not register it
+        problems += registry.failures()
     return args, list(dict.fromkeys(problems))
 
 

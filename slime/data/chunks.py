@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import pickle
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +82,12 @@ class Chunks:
         if self._pool is None:
             # A fork would copy locks that other threads hold.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._make,))
+            # By a file: Python would wait forever for a process to read much data that ends before,
+            # as one does that imports a program without `if __name__ == "__main__"`.
+            self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+            pickle.dump(self._make, self._file)
+            self._file.flush()
+            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._file.name,))
         return self._pool.submit(_work, raws)
 
     def forget(self) -> None:
@@ -94,9 +102,9 @@ class Chunks:
             self._pool = None
 
 
-def _begin(make: Make) -> None:
+def _begin(file: str) -> None:
     global _make
-    _make = make
+    _make = pickle.loads(Path(file).read_bytes())
     # Without this, a worker whose parent was killed would wait for work forever.
     end_with_parent(os.getppid())
 

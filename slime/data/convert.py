@@ -458,7 +458,7 @@ def _per_token(
             f"Sample.{name}"
         )
     logger.warning(
-        "%s: it is left out for all of them, and the trainer computes old log-probs", said
+        f"{said}: it is left out for all of them, and the trainer computes old log-probs"
     )
 
 
@@ -477,7 +477,7 @@ def _complete_custom(
     for name in data.keys() - BY_NAME.keys():
         # Only a warning: the entry may be meant for the user's own loss.
         if hint := did_you_mean(name, BY_NAME):
-            logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
+            logger.warning(f"{flag} returned an entry {name!r} that slime does not know{hint}")
     # With the same number of entries, they belong to the samples. Otherwise the converter merged or
     # split samples, and each entry counts as a rollout and a group of its own.
     count = len(data["tokens"])

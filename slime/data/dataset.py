@@ -274,7 +274,7 @@ class Dataset:
         self._chunks = Chunks(self._rows, make, self._order, workers)
         # The first chunk stands for the file: a wrong flag shows in any row.
         if streaming:
-            self._check(make.keys, [self._chunks[0][1]] if len(self._rows) else [])
+            self._check(self._chunks[0][1] if len(self._rows) else Report(make.keys))
         else:
             self._read_all(make.keys)
             self.shuffle(None)
@@ -282,14 +282,14 @@ class Dataset:
     def _read_all(self, keys: RowKeys) -> None:
         # All chunks are read now, and their reports are joined, so that every problem of the file
         # is told at once.
-        reports = []
+        report = Report(keys)
         kept = []
         for chunk in range(-(-len(self._rows) // CHUNK)):
-            samples, report = self._chunks[chunk]
+            samples, of_chunk = self._chunks[chunk]
             kept += samples
-            reports.append(report)
+            report.merge(of_chunk)
         self._chunks.close()
-        self._check(keys, reports)
+        self._check(report)
         self._kept = kept
         left_out = kept.count(None)
         if left_out == len(kept):
@@ -300,22 +300,16 @@ class Dataset:
             )
         if left_out:
             logger.warning(
-                "%s: left out %d of %d prompts longer than %d tokens",
-                self.path,
-                left_out,
-                len(kept),
-                self.max_length,
+                f"{self.path}: left out {left_out} of {len(kept)} prompts longer than "
+                f"{self.max_length} tokens"
             )
 
-    def _check(self, keys: RowKeys, reports: list[Report]) -> None:
-        report = Report(keys)
+    def _check(self, report: Report) -> None:
         problems = Problems()
-        for part in reports:
-            report.merge(part)
         report.tell(self.path, problems)
         problems.raise_if_any()
         for warning in problems.warnings:
-            logger.warning("%s", warning)
+            logger.warning(warning)
 
     def __len__(self) -> int:
         return len(self._rows) if self._kept is None else len(self.samples)

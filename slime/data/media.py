@@ -69,11 +69,8 @@ def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[An
             for kind in MultimodalTypes.ALL:
                 if isinstance(part, dict) and part.get("type") in (kind.name, f"{kind.name}_url"):
                     item = part.get(part["type"])  # in OpenAI's form, an object with a URL
-                    item = (
-                        item.get("url")
-                        if part["type"] != kind.name and isinstance(item, dict)
-                        else item
-                    )
+                    if part["type"] != kind.name and isinstance(item, dict):
+                        item = item.get("url")
                     media.setdefault(kind.processor_key, []).append(item)
     return media or None
 
@@ -93,18 +90,13 @@ def load_image(item: object) -> Image.Image:
     if isinstance(item, Image.Image):
         return item.convert("RGB")
     if isinstance(item, dict):
-        inner = item.get("path") if item.get("bytes") is None else item["bytes"]
-        if inner is None:
-            raise TypeError(
-                "an image given as an object needs bytes or path, this has "
-                f"{', '.join(map(str, item))}"
-            )
-        return load_image(inner)
+        return load_image(item.get("path") if item.get("bytes") is None else item["bytes"])
     if isinstance(item, bytes):
         return Image.open(io.BytesIO(item)).convert("RGB")
     if not isinstance(item, str | Path):
         raise TypeError(
-            f"an image must be a path, a URL, bytes or a PIL image, not {type(item).__name__}"
+            "an image must be a path, a URL, bytes, an object with bytes or path, or a PIL image, "
+            f"not {type(item).__name__}"
         )
     text = str(item)
     if text.startswith("data:"):

@@ -21,6 +21,7 @@ from slime.data.plain_values import MOST_NESTED, clean, no_constant, too_deep
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
 SHOWN = 20
+_FORMS = "(one object a line; a list of objects is .json)"
 
 
 class DataError(ValueError):
@@ -84,10 +85,11 @@ class RawRow(NamedTuple):
         try:
             data = json.loads(self.content, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
-            words = f"{_explain(error)} (one object a line; a list of objects is .json)"
-            raise ValueError(f"not valid JSON: {words}") from error
+            raise ValueError(f"not valid JSON: {_explain(error)} {_FORMS}") from error
         if not isinstance(data, dict):
-            raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
+            raise ValueError(
+                f"a row must be a JSON object, this is a {type(data).__name__} {_FORMS}"
+            )
         check_values(data)
         return data
 

@@ -208,13 +208,10 @@ def _steps(
             f"{global_batch_size}: --rollout-batch-size x --n-samples-per-prompt must be at least "
             "that number"
         )
-    if count % global_batch_size:
+    if rest := count % global_batch_size:
         logger.warning(
-            "%d rollouts = %d steps x %d + %d: the last %d are not trained on",
-            count,
-            num_steps,
-            global_batch_size,
-            *[count % global_batch_size] * 2,
+            f"{count} rollouts = {num_steps} steps x {global_batch_size} + {rest}: the last {rest} "
+            "are not trained on"
         )
     members = iter(rollouts)
     return [list(chain(*islice(members, global_batch_size))) for _ in range(num_steps)]
@@ -317,12 +314,9 @@ def _align(
         a, b = sorted(sorted(range(len(micro_batches)), key=lambda j: (tokens_in(j), j))[:2])
         micro_batches[a] = sorted(micro_batches[a] + micro_batches.pop(b))
     logger.warning(
-        "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the "
-        "largest has %d tokens",
-        step,
-        len(micro_batches) + surplus,
-        multiple,
-        max(map(tokens_in, range(len(micro_batches)))),
+        f"step {step}: {len(micro_batches) + surplus} single samples cannot be split evenly over "
+        f"{multiple}: joined the shortest, the largest has "
+        f"{max(map(tokens_in, range(len(micro_batches))))} tokens"
     )
 
 

@@ -225,11 +225,9 @@ class RolloutDataSource:
         then = state.get("dataset", now)
         if then != now:
             logger.warning(
-                "the data file has changed: it had %d prompts (%d bytes) when the run was saved, and "
-                "has %d (%d bytes) now: the rest of epoch %d may repeat some and leave out others",
-                *then,
-                *now,
-                state["epoch_id"],
+                f"the data file has changed: it had {then[0]} prompts ({then[1]} bytes) when the run "
+                f"was saved, and has {now[0]} ({now[1]} bytes) now: the rest of epoch "
+                f"{state['epoch_id']} may repeat some and leave out others"
             )
         # The order is not part of the state: it follows from the seed and the epoch.
         self.sample_offset = state["sample_offset"]
@@ -255,7 +253,7 @@ class RolloutDataSource:
             return
         path = state_file(self.args.load, rollout_id)
         if not path.is_file():
-            logger.warning("%s does not exist: the prompts start from the beginning", path)
+            logger.warning(f"{path} does not exist: the prompts start from the beginning")
             return
         self.load_state_dict(load_plain(path))
 
@@ -342,7 +340,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer[:] = without(self.buffer, taken)
         kept = taken | {id(sample) for sample in flatten(self.buffer)}
         if dropped := without(before, kept):
-            logger.info("the buffer filter dropped %d groups", len(dropped))
+            logger.info(f"the buffer filter dropped {len(dropped)} groups")
             self.on_dropped(dropped)
         return chosen
 
@@ -350,10 +348,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return [*self.under_way(), *self.buffer]
 
     def state_dict(self) -> SourceState:
-        buffer = groups_to_dicts(self.open_groups())
         return {
             **super().state_dict(),
-            "buffer": buffer,
+            "buffer": groups_to_dicts(self.open_groups()),
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
         }
 
@@ -364,11 +361,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         then = state.get("n_samples_per_prompt", now)
         if then != now and self.buffer:
             logger.warning(
-                "--n-samples-per-prompt: %d -> %d: the %d groups in the buffer begin again from "
-                "their prompts",
-                then,
-                now,
-                len(self.buffer),
+                f"--n-samples-per-prompt: {then} -> {now}: the {len(self.buffer)} groups in the "
+                "buffer begin again from their prompts"
             )
             self.buffer = [self._begun_again(group) for group in self.buffer]
 

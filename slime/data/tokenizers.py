@@ -142,6 +142,7 @@ def check_shown(
     # each message.
     template = str(getattr(renderer, "chat_template", None))
     known = _names(tools or ())
+    contents = " ".join(str(message.get("content")) for message in messages)
     if known and not any(name in text for name in known):
         raise TemplateRefusal(
             "the chat template does not write the tools of the row: describe them in the prompt, "
@@ -155,19 +156,26 @@ def check_shown(
                 f"message {i} has the role {role!r}, which the chat template does not know; roles "
                 f"are {', '.join(_ROLES[:4])}"
             )
-        if any(name not in text for name in _names(message.get("tool_calls") or ())):
-            raise TemplateRefusal(f"the chat template leaves out the tool calls of message {i}")
-        if role == "assistant" or not content or content.strip() in text:
+        calls = message.get("tool_calls") or ()
+        # The template may write a text in another way (trimmed, as JSON), and the name of a call may
+        # also be in a text: see whether they make a difference.
+        unsure = [name for name in _names(calls) if text.count(name) <= contents.count(name)]
+        if unsure:
+            other = json.dumps(calls).replace(f'"{unsure[0]}"', '"another_name"')
+            probes = [message, {**message, "tool_calls": json.loads(other)}]
+        elif role == "assistant" or not content or content.strip() in text:
             continue
-        # The template may write a text in another way (trimmed, as JSON), so see whether it makes a
-        # difference.
-        texts = [
-            [*messages[:i], {**message, "content": word}, *messages[i + 1 :]]
-            for word in ("one", "two")
-        ]
-        one, two = (render_chat(renderer, probe, tools=tools, **options) for probe in texts)
+        else:
+            probes = [{**message, "content": word} for word in ("one", "two")]
+        one, two = (
+            render_chat(
+                renderer, [*messages[:i], probe, *messages[i + 1 :]], tools=tools, **options
+            )
+            for probe in probes
+        )
         if one == two:
-            raise TemplateRefusal(f"the chat template leaves out message {i} (role {role!r})")
+            what = f"the tool calls of message {i}" if unsure else f"message {i} (role {role!r})"
+            raise TemplateRefusal(f"the chat template leaves out {what}")
 
 
 def _names(functions: Iterable[object]) -> list[str]:

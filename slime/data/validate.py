@@ -14,10 +14,7 @@ from slime.config.files import data_name
 from slime.config.flag import shown
 from slime.config.hf_config import is_hf_folder, read_chat_template
 from slime.config.hooks import hook_problem, load_function
-from slime.config.rollout import (
-    OWN_FUNCTIONS,
-    SFT_FUNCTION,
-)
+from slime.config.rollout import OWN_FUNCTIONS
 from slime.data.dataset import PromptMaker
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.media import absent_file, collect_media
@@ -95,14 +92,12 @@ class _Check:
         unknown = hook_problem("--data-source-path", "data_source_path", source)
         maker = prompt_maker if unknown else getattr(load_function(source), "maker", prompt_maker)
         make = maker(args)
+        template = read_chat_template(args.hf_checkpoint or "")
+        for name in args.apply_chat_template_kwargs or ():
+            if template and name not in template:
+                args.notices.append(f"--apply-chat-template-kwargs: the template has no {name!r}")
         limit = STREAMING_ROWS if args.streaming_data else None
-        found = self.file(args.prompt_data, make, self.run, strict=True, limit=limit)
-        if make.mask_type is not None and args.apply_chat_template:
-            found.append(
-                f"--apply-chat-template makes texts of messages, which {SFT_FUNCTION} needs: "
-                "leave it out"
-            )
-        return found
+        return self.file(args.prompt_data, make, self.run, strict=True, limit=limit)
 
     def evaluation_set(self, config: EvalDatasetConfig) -> list[str]:
         """The problems of an evaluation set."""

@@ -145,7 +145,7 @@ for _place in (__name__, "slime.data.dataset", "slime.data.source"):
 
 def warn(message: str) -> None:
     """Log a warning, which :func:`take_warnings` returns."""
-    logger.warning("%s", message)
+    logger.warning(shown(message))
 
 
 def take_warnings() -> list[str]:
@@ -156,6 +156,11 @@ def take_warnings() -> list[str]:
     """
     # Other threads may add one meanwhile.
     return [_told.popleft() for _ in range(len(_told))]
+
+
+def untaken_warnings() -> list[str]:
+    """Return the warnings that the next :func:`take_warnings` will return."""
+    return list(_told.copy())
 
 
 @contextlib.contextmanager

@@ -53,4 +53,4 @@ def log(args: Args, metrics: Mapping[str, SupportsFloat], step_key: str = "rollo
     if _targets:
         _targets[-1].update(numbers)
     else:
-        logger.info("%s", numbers)
+        logger.info(numbers)

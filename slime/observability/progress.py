@@ -28,6 +28,8 @@ class Progress(TypedDict, total=False):
     """Wall time in seconds at which the phase began."""
     updated: float
     numbers: dict[str, float]
+    warnings: list[str]
+    """Those that nobody has taken yet."""
 
 
 _lock = threading.Lock()

@@ -309,8 +309,5 @@ def _drop(where: str, error: BaseException) -> None:
     if where not in _reported:
         _reported.add(where)
         logger.warning(
-            "tracing: %s failed; later errors are not logged: %s: %s",
-            where,
-            type(error).__name__,
-            error,
+            f"tracing: {where} failed; later errors are not logged: {type(error).__name__}: {error}"
         )

@@ -7,7 +7,6 @@ reported once, and the run continues: ``metrics.jsonl`` has all numbers in any c
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import time
@@ -21,13 +20,13 @@ from slime.config.flag import own_section
 from slime.config.hooks import load_function
 from slime.config.observability import chosen_trackers
 from slime.config.settings import redacted
+from slime.observability.files import warn
 from slime.observability.run_dir import RunDir, public_settings
 from slime.registry import find, parts
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-logger = logging.getLogger(__name__)
 Cells = Mapping[str, object]
 """One row of a table of samples: ``prompt``, ``response``, ``label``, ``reward``."""
 COLUMNS = ("prompt", "response", "label", "reward")
@@ -201,11 +200,9 @@ class Trackers:
         except Exception as error:  # a tracker is a third-party program, often on another machine
             if name not in self._told:
                 self._told.add(name)
-                logger.warning(
-                    "--tracker %s: %s: %s (reported once; the run continues)",
-                    name,
-                    type(error).__name__,
-                    error,
+                warn(
+                    f"--tracker {name}: {type(error).__name__}: {error} (reported once; the run "
+                    "continues)"
                 )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -362,6 +363,15 @@ def test_a_file_of_flags_that_is_none_is_told(
         parse(base | {"override": file, "lr": -1}, tmp_path)
     assert len(raised.value.problems) == 2, raised.value.problems
     assert any("override" in problem for problem in raised.value.problems)
+
+
+def test_a_process_that_imports_the_program_starts_no_run(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of ``num_data_workers`` would start a run of its own, for which the first waits."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match="below if __name__ == '__main__'"):
+        parse(base, tmp_path)
 
 
 def test_two_names_of_one_flag_are_refused(base: dict[str, Any], tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_step_with_a_learning_rate_of_zero_is_told() -> None:
     warning = zero_lr_warning(
         {"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3, warms_up=False
     )
-    assert warning is not None and "0 in step 3" in warning
+    assert warning is not None and "actor was 0 in a step" in warning
     assert zero_lr_warning({"train/lr-pg_0": 1e-6}, 3, warms_up=False) is None
     assert zero_lr_warning({}, 3, warms_up=False) is None
     assert zero_lr_warning({"train/lr-pg_0": 0.0}, 0, warms_up=True) is None, (

@@ -12,7 +12,7 @@ from make_args import make_args
 from slime.cluster.rollout_manager import RolloutManager
 from slime.data.sample import Sample
 from slime.engines.keys import RunKeys
-from slime.observability.files import take_warnings
+from slime.observability.files import take_warnings, warn
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,10 @@ def test_a_step_without_anything_to_train_is_told(
     tmp_path: Path, words: str, share: float, said: str | None
 ) -> None:
     take_warnings()
-    batch = manager(tmp_path, words, "rollout").generate(0)
+    made = manager(tmp_path, words, "rollout")
+    batch = made.generate(0)
+    warn("the reward server is away")
+    assert made.status()["warnings"] == ["the reward server is away"] == made.status()["warnings"]
     assert batch.metrics["rollout/failed_ratio"] == share
     told = [warning for warning in batch.warnings if "this step trains nothing" in warning]
     assert bool(told) == (said is not None)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from driver_parts import Driver
 
+from slime.cluster.rollout_manager import RolloutBatch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 
@@ -74,6 +76,16 @@ def test_a_learning_rate_of_zero_is_told_once() -> None:
     for rollout_id in range(3):
         driver.run.train(rollout_id, driver.run.generate(rollout_id))
     assert driver.printed.getvalue().count("the learning rate of the actor was 0") == 1
+
+
+def test_a_warning_is_shown_while_the_driver_waits_and_once() -> None:
+    driver = Driver()
+    for _ in range(2):
+        driver.log.show_status({"phase": "generate", "warnings": ["the reward server is away"]})
+    driver.log.add_rollout(RolloutBatch([], {}, [], ["the reward server is away", "another"]))
+    said = driver.printed.getvalue()
+    assert said.count("warning: the reward server is away") == 1
+    assert said.count("warning: another") == 1
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,13 @@ def restore(driver: Driver, args: Args) -> None:
     restore_rollouts(parts, driver.manager)  # type: ignore[arg-type]
 
 
+def test_a_folder_to_load_that_is_not_there_is_told(tmp_path: Path) -> None:
+    driver = Driver()
+    restore(driver, make_args().with_values(load=str(tmp_path / "chekpoints")))
+    assert "chekpoints does not exist: the run begins without it" in driver.printed.getvalue()
+    restore(Driver(), make_args().with_values(load=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -170,10 +170,6 @@ def test_conversations_with_nothing_to_train_are_told_by_row(tmp_path: Path) -> 
     assert len(found) == 3 and all(
         p.startswith(f"{path}:{w}") for p, w in zip(found, words, strict=True)
     ), found
-    (problem,) = check_data(
-        make_args(prompt_data=f"{path}@[:1]", apply_chat_template=True, **settings), check_label
-    )
-    assert problem.startswith("--apply-chat-template ")
 
 
 def test_images_that_do_not_exist_are_told_by_row(tmp_path: Path) -> None:

@@ -126,6 +126,11 @@ REFUSED = {
         "leaves out message 2 (role 'tool')",
     ),
     "lost call": (JOINS, [user("q"), CALL, RESULT], "leaves out the tool calls of message 1"),
+    "lost call of a name in the text": (
+        JOINS,
+        [user("please add"), CALL, RESULT],
+        "leaves out the tool calls of message 1",
+    ),
     "ends with a call": (
         PRINTS,
         [user("q"), CALL],
@@ -176,6 +181,15 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(
         with pytest.raises(DataError) as caught:
             load_dataset(args.with_values(streaming_data=True))
         assert caught.value.problems == [problem]
+
+
+def test_a_variable_that_the_template_does_not_have_is_told(model: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [[user("2+2?")]])
+    args = arguments(model(PRINTS), file, apply_chat_template_kwargs={"thinking": False})
+    assert check_data(args, check_label) == []
+    assert "--apply-chat-template-kwargs: the template has no 'thinking'" in args.notices
+    args = arguments(model(PRINTS), file, apply_chat_template_kwargs={"messages": []})
+    assert not any("template" in notice for notice in args.notices)
 
 
 def test_a_checkpoint_without_a_tokenizer_or_a_template_is_told_once(

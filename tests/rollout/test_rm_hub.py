@@ -21,6 +21,7 @@ from needs import of_all
 from slime import registry
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
+from slime.observability.files import take_warnings
 from slime.plugins.rewards.answers import as_number, last_number, normalize_math
 from slime.plugins.rewards.gpqa import extract_letter
 from slime.plugins.rewards.math import dapo_reward
@@ -672,6 +673,8 @@ async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypa
         f"waiting for the reward server {server.url}" in record.message for record in caplog.records
     )
     assert any("replies again" in record.message for record in caplog.records)
+    shown = take_warnings()
+    assert any("waiting for the reward server" in warning for warning in shown), "on the screen"
     async with RewardServer(failures=3, status=429) as server:
         assert (
             await async_rm(arguments("remote_rm", rm_url=server.url), Sample(response="a")) == 0.5

@@ -159,7 +159,6 @@ class InlineActors(Actors):
     """All actors of a run are in this process."""
 
     def __init__(self) -> None:
-        self._connected = False
         self._actors: list[InlineActor] = []
         self._process: _ProcessState | None = None
 
@@ -167,7 +166,7 @@ class InlineActors(Actors):
 
     @property
     def connected(self) -> bool:
-        return self._connected
+        return self._process is not None
 
     def connect(self) -> None:
         # What an earlier run has freed goes back to the system. glibc would keep it, in pieces: six
@@ -176,17 +175,16 @@ class InlineActors(Actors):
             libc.malloc_trim(0)
         self._process = _ProcessState()
         set_compute_variables()
-        self._connected = True
 
     def disconnect(self) -> None:
-        if not self._connected:
+        process = self._process
+        if process is None:
             return
-        self._connected = False
+        self._process = None
         for actor in self._actors:
             actor.end("the run has ended")
         self._actors.clear()
-        assert self._process is not None
-        self._process.restore()
+        process.restore()
 
     def resources(self) -> Mapping[str, float]:
         return {"CPU": float(os.cpu_count() or 1), "GPU": float(len(self.own_gpus()))}
@@ -277,6 +275,8 @@ class _ProcessState:
     start another run.
     """
 
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._switch_interval = sys.getswitchinterval()
@@ -290,10 +290,11 @@ class _ProcessState:
         self._breakpoints.__enter__()
 
     def log_to(self, file: Path) -> None:
-        if self._log is not None:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._log = logging.FileHandler(file, encoding="utf-8")
+        with self._lock:  # several actors start at once, and each line is written once
+            if self._log is not None:
+                return
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = logging.FileHandler(file, encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(self._log)
         logging.getLogger().setLevel(min(self._level, logging.INFO))

@@ -22,7 +22,6 @@ which sends one request for all samples of a group. Each call has the time limit
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 import re
@@ -35,6 +34,7 @@ from urllib.parse import urlsplit
 
 from slime.data.sample import Message, Sample
 from slime.engines.http import HttpError, post, request
+from slime.observability.files import warn
 from slime.rollout.ends import spoken
 from slime.rollout.prompts import encode
 from slime.rollout.rm_hub.outcome import mark_unscored
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from slime.config.trainer import ModelConfig
 
 
-logger = logging.getLogger(__name__)
 TRIES = 10
 FIRST_PAUSE = 0.5  # seconds, doubled after each failure
 LONGEST_PAUSE = 15.0
@@ -138,11 +137,8 @@ class _Server:
     def answered(self) -> None:
         self.last_answer = time.monotonic()
         if self._next_report > FIRST_REPORT and self._away_since is not None:
-            logger.warning(
-                "reward server %s replies again after %.0f s",
-                self.url,
-                self.last_answer - self._away_since,
-            )
+            away = self.last_answer - self._away_since
+            warn(f"reward server {self.url} replies again after {away:.0f} s")
         self._away_since = None
         self._next_report = FIRST_REPORT
 
@@ -161,11 +157,8 @@ class _Server:
         away = now - self._away_since
         if away >= self._next_report:
             self._next_report *= 2
-            logger.warning(
-                "waiting for the reward server %s, which has failed for %.0f s: %s",
-                self.url,
-                away,
-                error,
+            warn(
+                f"waiting for the reward server {self.url}, which has failed for {away:.0f} s: {error}"
             )
 
 

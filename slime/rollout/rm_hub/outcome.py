@@ -7,19 +7,18 @@ Such a sample is marked and excluded from the statistics of its group and from t
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.data.rewards import PARTS_KEY
 from slime.data.sample import Sample
+from slime.observability.files import warn
 from slime.rollout.verifier.pool import Verdict, shared_pool
 
 if TYPE_CHECKING:
     from slime.config.data import RewardConfig
 
-logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
 TOO_LONG = "prompt_too_long"
 ABSTAINED = "abstained"
@@ -46,12 +45,9 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     sample.metadata[FAILURE_KEY] = f"{status}: {detail}"
     if status not in _warned:
         _warned.add(status)
-        logger.warning(
-            "no reward for sample %s: %s (%s). The sample is excluded from group "
-            "statistics and loss; later ones are only counted (rollout/reward_*_count).",
-            sample.index,
-            status,
-            detail,
+        warn(
+            f"no reward for sample {sample.index}: {status} ({detail}). The sample is excluded from "
+            "group statistics and loss; later ones are only counted (rollout/reward_*_count)."
         )
 
 
@@ -133,10 +129,9 @@ def combine_rewards(reward: RewardConfig, sample: Sample) -> None:
         return
     if weights is None and "several" not in _warned:
         _warned.add("several")
-        logger.info(
-            "the reward is a dict: training uses the sum of %s (--reward-weights or --reward-key "
-            "change that)",
-            ", ".join(map(str, given)),
+        warn(
+            f"the reward is a dict: training uses the sum of {', '.join(map(str, given))} "
+            "(--reward-weights or --reward-key change that)"
         )
     sample.metadata[PARTS_KEY] = {
         str(name): float(value) for name, value in given.items() if isinstance(value, int | float)

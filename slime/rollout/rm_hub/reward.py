@@ -55,11 +55,18 @@ class Reward:
 def reward_of(name: str) -> Reward | None:
     """Return the reward type of this name, also with the prefix ``boxed_``; None if there is
     none.
+
+    Raises:
+        TypeError: A package has registered something else.
     """
     plain = name.removeprefix(BOXED)
     if plain not in parts("reward"):
         return None
-    reward: Reward = find("reward", plain)
+    reward = find("reward", plain)
+    if not isinstance(reward, Reward):
+        raise TypeError(
+            f"reward {plain!r}: register Reward(function), not a {type(reward).__name__}"
+        )
     return reward
 
 

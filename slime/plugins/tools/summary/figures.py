@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -190,7 +191,7 @@ def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
     folder = _relative(run_dir.path)
     picture = f"picture      {folder}/{run_dir.reward_curve.name}"
     lines = [
-        f"curves       slime ui {folder}",
+        f"curves       slime ui {shlex.quote(folder)}",
         *([picture] if run_dir.reward_curve.is_file() else []),
         f"texts        {folder}/samples/",
         *(hints or []),
@@ -200,7 +201,7 @@ def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
 
 def _relative(path: Path) -> str:
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _evaluations(rows: list[Row]) -> dict[str, Series]:

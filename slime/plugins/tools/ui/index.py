@@ -98,7 +98,7 @@ class SampleIndex:
             try:
                 self.read_file(kind, step, path)
             except Exception:  # one damaged file must not keep the others from the index
-                logger.exception("%s could not be indexed", path)
+                logger.exception(f"{path} could not be indexed")
         return len(self._pending)
 
     def _changed(self) -> list[tuple[str, int, Path]]:
@@ -302,6 +302,8 @@ def _prompt_of(record: JsonObject) -> tuple[str, str]:
 
 
 def _text(value: JsonValue) -> str:
+    if value is None:
+        return ""  # as of a row without a label
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
 

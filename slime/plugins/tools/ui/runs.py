@@ -133,7 +133,7 @@ class Runs:
                 run.refresh()
                 left += run.index.refresh(most_files)
             except Exception:  # one unreadable run must not keep the page from following the others
-                logger.exception("%s could not be read", run.folder)
+                logger.exception(f"{run.folder} could not be read")
         return left
 
     def prepare(self) -> None:

@@ -76,14 +76,14 @@ def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
 
 
 def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
-    run = finished_run(tmp_path)
+    run = finished_run(tmp_path / "my runs")
     out = io.StringIO()
-    Display(run, Console(file=out, width=100)).finish()
+    Display(run, Console(file=out, width=200)).finish()
     assert json.loads(run.summary.read_text())["num_rollouts"] == 3
     text = out.getvalue()
     assert re.search(r"products\s+0\.250\s+0\.750\s+\+0\.500", text)
     assert "0.200 → 0.400" in text and "█" in text
-    assert re.search(r"train\s+15\.0", text) and "slime ui " in text
+    assert re.search(r"train\s+15\.0", text) and f"slime ui '{run.path}'" in text
     assert json.loads(run.summary.read_text())["accuracy_after"] == 0.75
     assert run.reward_curve.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -118,6 +118,13 @@ def test_without_a_cache_folder_the_index_is_in_memory(tmp_path: Path) -> None:
     assert count(index) == 1
 
 
+def test_a_missing_label_is_empty(tmp_path: Path) -> None:
+    write_samples(tmp_path, 0, [sample(0)])
+    index = SampleIndex(tmp_path, None)
+    index.refresh()
+    assert index.rows("select label from prompts")[0]["label"] == ""
+
+
 def test_a_line_that_is_no_sample_is_counted(tmp_path: Path) -> None:
     path = write_samples(tmp_path, 0, [sample(0), sample(1)])
     assert path is not None
