@@ -81,9 +81,8 @@ class RayActors(Actors):
         import ray
 
         total = ray.cluster_resources()
-        free = ray.available_resources()
         parts = [
-            f"{name} {free.get(name, 0):g} of {total[name]:g} free"
+            f"{name} {ray.available_resources().get(name, 0):g} of {total[name]:g} free"
             for name in ("CPU", "GPU")
             if name in total
         ]
@@ -218,7 +217,8 @@ def _end_here(processes: Sequence[ActorProcess], seconds: float) -> list[int]:
             root = psutil.Process(process.pid)
             if abs(root.create_time() - process.started) < 0.1:
                 killed += [*root.children(recursive=True), root]
-    for each in killed:
+    # Ray tells of a process that ends before Ray itself has killed it as of a crash.
+    for each in wait_gone(killed, 1.0):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     return [each.pid for each in wait_gone(killed, seconds)]

@@ -1,10 +1,18 @@
-"""What an actor prints."""
+"""What an actor prints, and how it is ended."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.cluster.actors import ActorProcess
+from slime.engines import process as processes
+from slime.plugins.actors.ray_actors import _end_here
 
 PRINTS = """
 import ctypes, logging, os, resource, signal, sys
@@ -37,3 +45,22 @@ def test_printing_does_not_fail_on_a_full_disk(tmp_path: Path) -> None:
         lines[0] == "first \\ud83d" and lines[1] == "of a C library" and lines[-1].endswith("last")
     )
     assert not any("Traceback" in line for line in lines)
+
+
+def test_who_ends_when_ray_ends_it_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray tells of a process that somebody else has killed as of a crash, after a run in order."""
+    waits: list[float] = []
+
+    def none_left(asked: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+        waits.append(seconds)
+        return []
+
+    monkeypatch.setattr(processes, "wait_gone", none_left)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        started = psutil.Process(worker.pid).create_time()
+        assert _end_here([ActorProcess("here", worker.pid, started)], 5.0) == []
+        assert worker.poll() is None and len(waits) == 2
+    finally:
+        worker.kill()
+        worker.wait()
