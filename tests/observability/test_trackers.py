@@ -123,6 +123,7 @@ def test_mlflow_has_the_curve_the_table_and_the_settings(
         client.download_artifacts(found.info.run_id, "config.yaml", str(tmp_path))
     ).read_text()
     assert "lr: 2.0e-06" in config
+    assert found.data.params["lr"] == "2e-06", "by which runs are sorted"
 
 
 TRACKIO = """

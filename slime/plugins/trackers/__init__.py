@@ -49,22 +49,21 @@ class PrometheusConfig(Section):
 
 def parts() -> None:
     """Register the trackers, the flags of two of them, and their rules."""
-    register("rules", "trackers", "slime.plugins.trackers:rules.json")
-    here = "slime.plugins.trackers"
+    register("rules", "trackers", f"{__name__}:rules.json")
     register(
         "tracker",
         "wandb",
-        f"{here}.services:Wandb",
+        f"{__name__}.services:Wandb",
         flags=WandbConfig,
         package=("wandb", "'slime-rl[wandb]'"),
     )
     register(
         "tracker",
         "prometheus",
-        f"{here}.prometheus:Prometheus",
+        f"{__name__}.prometheus:Prometheus",
         flags=PrometheusConfig,
         package=("prometheus_client", "prometheus-client"),
     )
     for name, tracker in (("mlflow", "Mlflow"), ("trackio", "Trackio"), ("swanlab", "Swanlab")):
         package = (name, f"'slime-rl[{name}]'")
-        register("tracker", name, f"{here}.services:{tracker}", package=package)
+        register("tracker", name, f"{__name__}.services:{tracker}", package=package)

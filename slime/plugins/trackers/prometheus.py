@@ -63,7 +63,8 @@ class _Numbers(Collector):
             phase.add_metric([run, state.phase or "none"], 1)
             lasted = GaugeMetricFamily("slime_phase_seconds", "Its duration so far", labels=["run"])
             lasted.add_metric([run], time.time() - state.since)
-            yield from (phase, lasted)
+            yield phase
+            yield lasted
         steps = GaugeMetricFamily("slime_step", "The newest step", labels=["run", "kind"])
         for kind, step in self.steps.items():
             steps.add_metric([run, kind], step)

@@ -91,6 +91,7 @@ class Mlflow(Tracker):
     resumed run continues the MLflow run of its name."""
 
     def __init__(self, run: Tracked) -> None:
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         # Each table of samples would draw bars over the lines of the run.
@@ -103,23 +104,20 @@ class Mlflow(Tracker):
             # a run without a server needs no database
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.folder / "mlruns").resolve().as_uri()
-        self._client = MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-        self._id = (
-            self._earlier(experiment, run)
-            or self._client.create_run(experiment, run_name=run.folder.name).info.run_id
-        )
-        self._client.update_run(self._id, status="RUNNING")  # an earlier one has ended
-        self._client.log_dict(self._id, dict(run.config), "config.yaml")
-
-    def _earlier(self, experiment: str, run: Tracked) -> str | None:
-        if not run.resumed:
-            return None
-        runs = self._client.search_runs([experiment], order_by=["attributes.start_time DESC"])
-        return next(
-            (found.info.run_id for found in runs if found.info.run_name == run.folder.name), None
-        )
+        client = self._client = MlflowClient(tracking_uri=uri)
+        known = client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known else client.create_experiment(run.project)
+        runs = client.search_runs([experiment], order_by=["attributes.start_time DESC"])
+        earlier = [found.info.run_id for found in runs if found.info.run_name == run.folder.name]
+        if run.resumed and earlier:
+            self._id = earlier[0]
+            client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = client.create_run(experiment, run_name=run.folder.name).info.run_id
+            settings = [Param(name, str(value)) for name, value in run.config.items()]
+            for begin in range(0, len(settings), 100):  # the most that a server takes at once
+                client.log_batch(self._id, params=settings[begin : begin + 100])
+        client.log_dict(self._id, dict(run.config), "config.yaml")
 
     def log(self, numbers: Mapping[str, float], step: int, step_key: str) -> None:
         from mlflow.entities import Metric
@@ -130,8 +128,7 @@ class Mlflow(Tracker):
             Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, step)
             for name, value in numbers.items()
         ]
-        for begin in range(0, len(metrics), 1000):  # the most that a server takes at once
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+        self._client.log_batch(self._id, metrics=metrics)
 
     def samples(self, rows: Sequence[Cells], step: int) -> None:
         table = {
