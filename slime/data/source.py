@@ -108,27 +108,8 @@ class RolloutDataSource:
         self.args = args
         self.dataset = dataset
         if dataset is None and args.rollout_global_dataset:
-            self.dataset = self._load_dataset()
+            self.dataset = load_dataset(args, self.maker)
         self._order_epoch()
-
-    def _load_dataset(self) -> Dataset:
-        """The data set of ``--prompt-data``.
-
-        Raises:
-            DataError: There are problems in the data set; the message lists them.
-        """
-        args = self.args
-        assert args.prompt_data, "checked before the start"
-        make = self.maker(args)
-        if make.apply_chat_template or make.checks or make.max_length is not None:
-            make.tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
-        return Dataset(
-            args.prompt_data,
-            make=make,
-            seed=args.rollout_seed,
-            streaming=args.streaming_data,
-            workers=args.num_data_workers,
-        )
 
     def __len__(self) -> int:
         """Number of prompts in an epoch; 0 without a data set."""
@@ -421,6 +402,25 @@ def rollouts_of_epochs(prompts: int, epochs: int | None, batch: int) -> int:
     only the last rollout of a run may have prompts of an epoch more.
     """
     return max(-(-prompts * (epochs or 1) // batch), 1)
+
+
+def load_dataset(args: Args, maker: Callable[[Args], PromptMaker] = prompt_maker) -> Dataset:
+    """The data set of ``--prompt-data``; for data sources of users, too.
+
+    Raises:
+        DataError: There are problems in the data set; the message lists them.
+    """
+    assert args.prompt_data, "checked before the start"
+    make = maker(args)
+    if make.apply_chat_template or make.checks or make.max_length is not None:
+        make.tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    return Dataset(
+        args.prompt_data,
+        make=make,
+        seed=args.rollout_seed,
+        streaming=args.streaming_data,
+        workers=args.num_data_workers,
+    )
 
 
 def deep_copy(sample: Sample) -> Sample:
