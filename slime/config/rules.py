@@ -269,6 +269,7 @@ class Run:
 
     args: Args
     asynchronous: bool = False
+    # looked up when a run is made, so that tests can pretend another machine
     machine: Machine = field(default_factory=lambda: this_machine())
 
     @property

@@ -200,9 +200,9 @@ def _converted(dataset: object, key: str, value: object) -> Any:
         TypeError: The value has another type than the setting.
         ValueError: It is outside the range of the flag.
     """
-    if value is None or key not in _FLAG_OF.keys() | _OTHERS.keys():
+    flag = FLAGS[_FLAG_OF[key]] if key in _FLAG_OF else _OTHERS.get(key)
+    if value is None or flag is None:
         return value
-    flag = FLAGS[_FLAG_OF[key]] if key in _FLAG_OF else _OTHERS[key]
     try:
         return convert(flag, value)
     except OutOfRange as error:

@@ -18,7 +18,7 @@ from slime.data.masks import MultiTurnLossMaskGenerator
 from slime.data.prompts import RowKeys
 from slime.data.rows import DataError
 from slime.data.sample import Sample
-from slime.data.source import RolloutDataSource
+from slime.data.source import RolloutDataSource, load_dataset
 from slime.data.tokenizers import load_tokenizer, render_chat, render_prompt
 from slime.data.validate import check_data
 from slime.rollout.rm_hub import check_label
@@ -101,13 +101,6 @@ def arguments(model: str, file: str, **more: Any) -> Args:
     }
     common["eval_function_path"] = DEFAULT_ROLLOUT_FUNCTION
     return Args(**{**common, "hf_checkpoint": model, "prompt_data": file, **more})
-
-
-def load_dataset(args: Args) -> Dataset:
-    """The data set that a run with these flags reads."""
-    dataset = RolloutDataSource(args.with_values(rollout_global_dataset=True)).dataset
-    assert isinstance(dataset, Dataset)
-    return dataset
 
 
 def write(path: Path, prompts: list[Any]) -> str:

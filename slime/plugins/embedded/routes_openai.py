@@ -91,7 +91,7 @@ def _render(
     render: Callable[..., object] = tokenizer.apply_chat_template
     if options := inspect.signature(render).parameters.keys() & variables.keys():
         raise BadRequest(
-            f"chat_template_kwargs: {', '.join(options)} is not allowed in a request, only "
+            f"chat_template_kwargs: {', '.join(sorted(options))} is not allowed in a request, only "
             "variables of the model's chat template"
         )
     try:

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from slime.engines import local
 from slime.engines.payload import HANDLES, Entry
-from slime.plugins.http.server import (  # fmt: skip
+from slime.plugins.http.server import (
     BadRequest,
     Check,
     json_object,
