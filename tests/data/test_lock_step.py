@@ -145,14 +145,14 @@ def test_flops_are_balanced_as_far_as_the_budget_allows(
     count: int, ranks: int, mean: int, cap: int, seed: int
 ) -> None:
     """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so
-    its row has to wait for it: 5 and 7% of a step. The packing comes within 3% of that bound."""
+    its row has to wait for it: 5 and 7% of a step. The packing comes within 2% of that bound."""
     lengths = long_tailed(count, mean, cap, seed)
     items = replace(items_of(lengths), costs=[forward_flops(None, n) for n in lengths])
     packed = pack_in_lock_step(items, ranks, cap)
     assert packed is not None
     least = least_cost(items, ranks, cap)
     assert least > 1.03 * sum(items.costs) / ranks
-    assert lock_step_cost(items, packed) <= 1.03 * least
+    assert lock_step_cost(items, packed) <= 1.02 * least
     # Twice the budget leaves room to balance them: then it is less than 5% without any allowance.
     packed = pack_in_lock_step(items, ranks, 2 * cap)
     assert packed is not None and lock_step_cost(items, packed) <= 1.05 * sum(items.costs) / ranks
@@ -234,6 +234,12 @@ def test_an_oversized_sample_is_alone() -> None:
     assert packed is not None and [50] in [
         [[50, 4, 4, 4][i] for i in b] for mine in packed for b in mine
     ]
+
+
+def test_samples_are_exchanged_where_longest_first_is_not_enough() -> None:
+    items = items_of([3, 3, 2, 2, 2])
+    packed = pack_in_lock_step(items, 2, 10)  # longest first: 7 and 5
+    assert packed is not None and lock_step_cost(items, packed) == 6
 
 
 def test_a_prompt_counts_once_per_micro_batch() -> None:

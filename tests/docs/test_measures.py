@@ -34,7 +34,7 @@ TOKENS = {
     "cli": 682,
     "cluster": 33_980,
     "config": 29_306,
-    "data": 37_298,
+    "data": 38_386,
     "engines": 14_766,
     "environments": 43,
     "models": 38_879,
